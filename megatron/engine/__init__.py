@@ -1,4 +1,4 @@
-"""The ZeRO engine: gradients, optimizer groups, precision and learning rate.
+"""The ZeRO engine: gradients, weights, precision, and the optimizer with its state.
 
-DeepSpeed's engine runs the optimizer's step; everything else belongs to this project.
+DeepSpeed's engine calls the optimizer's step; everything else belongs to this project.
 """

@@ -1,4 +1,4 @@
-"""Divides parameters by their shardings into buckets, which are the optimizer's groups."""
+"""Divides parameters by their shardings into buckets: the optimizer's groups, and frozen ones."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class BucketKind(NamedTuple):
 
 @dataclass(eq=False)
 class BucketPlan:
-    """Parameters whose gradients are summed, and whose weights are sent, as one flat tensor.
+    """Parameters whose gradients are summed, and whose weights are sent, as one flat tensor each.
 
     kind      properties that its parameters share
-    members   indices of its parameters, in the reverse of the order in which a forward pass uses
-              them
-    elements  number of their elements on this rank
+    members   indices of its parameters, in the reverse of the order in which forward passes first
+              use them
+    elements  number of their elements on this rank, without padding of the bucket
     vectors   whether all of them are norms or biases
     """
 
@@ -78,8 +78,8 @@ class BucketRule:
     """Settings that determine a run's buckets.
 
     limit            maximum number of elements in a bucket of several parameters
-    full_parameters  whether the optimizer needs a full parameter
-    scales           muP's factors
+    full_parameters  function that tells whether the optimizer needs a full parameter
+    scales           muP's factors on learning rate and epsilon
     settings         the settings that determine `full_parameters` and `scales`: rules with the
                      same limit and settings are equal
     """
@@ -102,11 +102,11 @@ class BucketRule:
         units    unit of each parameter; no bucket spans two units. By default there is one unit
         frozen   whether each parameter is frozen; by default none is
 
-        Buckets of a kind are filled in the reverse of that order, which is roughly the order in
-        which a backward pass produces gradients. Only a bucket with a single parameter exceeds the
-        limit. The tied embedding has a bucket of its own, so that the first and the last stage
-        shard it over their data-parallel ranks in the same way. If no parameters train, an empty
-        bucket is added: an optimizer needs a group.
+        Buckets of a kind are filled in the reverse of the order of `records`, which is roughly the
+        order in which a backward pass produces gradients. Only a bucket with a single parameter
+        exceeds the limit. The tied embedding has a bucket of its own, so that the first and the
+        last stage shard it over their data-parallel ranks in the same way. If no parameters train,
+        an empty bucket is added: an optimizer needs a group.
         """
         numbers: dict[Hashable, int] = {}
         for unit in units or ():
@@ -192,9 +192,9 @@ def mup_scales(config: Config) -> Scales:
     branches. Norms that the residual stream passes through have rates proportional to 1 / depth:
     each of them changes the stream, and their gradients do not contain that factor.
     Muon's updates should have the norm sqrt(outputs / inputs) (Yang et al., arXiv 2310.17813,
-    section 3); their factor corrects the norm that --muon-scale-mode gives them. All other
-    optimizers, including the user's own, are assumed to be like Adam: the size of an update does
-    not depend on the size of the gradient.
+    section 3); the factor on their rate corrects the norm that --muon-scale-mode gives them. All
+    other optimizers, including the user's own, are assumed to be like Adam: the size of an update
+    does not depend on the size of the gradient.
     """
     model = config.model
     if not model.use_mup:

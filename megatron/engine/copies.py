@@ -1,8 +1,9 @@
 """Bitwise comparison, by digest, of weights that several ranks hold copies of.
 
-Data-parallel ranks hold the same weights, tensor-parallel ranks the same norms and biases, the
-first and the last pipeline stage a tied embedding. Each rank updates its own copy. A copy that
-differs therefore stays different, and nothing else would show it.
+Data-parallel ranks hold the same weights, tensor-parallel ranks the same values of parameters that
+they do not divide, such as norms, and the first and the last pipeline stage a tied embedding.
+Data-parallel ranks get their weights from the owners; tensor ranks and stages update their own
+copies. A copy of theirs that differs once stays different, and nothing else would show it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _SHOWN = 4  # digests per parameter in a message, the most frequent first
 
 @dataclass(frozen=True)
 class FirstGradients:
-    """Gradients of this rank's first step, before any reduction.
+    """Gradients of this rank's first step, before they are summed over tensor ranks.
 
     Only parameters that all tensor ranks hold are included.
 
     partial  for each parameter, whether its gradient is treated as a term of a sum
-    digests  int64 [parameters]; 0 for a gradient that is zero
+    digests  int64 [parameters]; 0 for a gradient that is zero, or of which this rank has nothing
     """
 
     partial: Mapping[nn.Parameter, bool]
@@ -125,15 +126,15 @@ _EMBEDDING = (
 )
 _DATA = (
     "Data-parallel ranks get their weights from each other. Likely causes: a fault in memory, "
-    "a device or a link, or code that writes weights on some ranks only. Exclude the node "
-    "and resume from a checkpoint"
+    "a device or a link, or code that writes weights on some ranks only. Exclude the "
+    "node of the rank that differs, and resume from a checkpoint"
 )
 
 
 def _differing(digests: Tensor, group: Group, copies: int | None = None) -> list[int]:
     """Return the indices of the digests [n] that differ between ranks of the group.
 
-    With `copies`, compare within each set of `copies` neighbouring ranks. One message is sent.
+    With `copies`, compare within each set of `copies` neighbouring ranks. It takes one all-reduce.
     """
     copies = copies or group.size
     sets = group.size // copies
@@ -149,7 +150,8 @@ def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]
 
     These are gradients assumed to be whole that differ between ranks, and assumed terms that do
     not. If all tokens of a batch are the same, all terms may be equal on all ranks, but never the
-    terms of some parameters only.
+    terms of some parameters only. Equal terms are therefore errors if other terms differ, or if
+    the parameter declares them to be terms.
     """
     differing = set(_differing(first.digests, group))
     digests = first.digests.tolist()

@@ -1,8 +1,9 @@
 """Uses DeepSpeed through its documented interface: imports, configures and starts its engine.
 
 DeepSpeed's engine gets our optimizer as a client optimizer, without ZeRO or mixed precision: to
-DeepSpeed the run is fp32 training on one rank. Its `step` calls that optimizer; megatron.engine
-reduces and clips gradients and gathers weights. One private name is replaced (_COMMUNICATION).
+DeepSpeed the run is fp32 training without data parallelism. Its `step` calls that optimizer;
+megatron.engine reduces and clips gradients and gathers weights. One private name is replaced
+(_COMMUNICATION).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class ModelParallelUnit:
             setattr(self, f"get_{kind}_rank", partial(getattr, group, "rank"))
 
     def _handle(self, group: Group) -> Any:
-        """Return the group's torch process group; all one-rank groups share a single object."""
+        """Return the group's torch process group; all groups of one rank share one."""
         if group.size > 1:
             return group.handle
         if self._topology.world.size == 1:
@@ -245,7 +246,7 @@ def _check_version(package: str, version: str) -> None:
     oldest = {"deepspeed": OLDEST_TESTED, "pydantic": OLDEST_PYDANTIC}[package]
     if TorchVersion(version) < oldest:
         remedy = _USE_A_TESTED_ONE if package == "deepspeed" else f"install {oldest} or newer"
-        raise ConfigError(f"{package} {version} is too old for DeepSpeed: {remedy}")
+        raise ConfigError(f"{package} {version} is too old for this project: {remedy}")
 
 
 def _installed() -> str:

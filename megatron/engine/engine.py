@@ -1,10 +1,11 @@
 """The engine: all stages of ZeRO around this rank's pipeline chunks; DeepSpeed runs the optimizer.
 
 The executor calls the chunks directly. Gradients are summed in flat buckets, which are sent to the
-ranks that own them during the last backward passes. `step()` waits for these messages, clips,
-updates, and starts to send the new weights to all ranks; each of the next forward passes waits only
-for the weights it needs. DeepSpeed's own forward and backward are never called: they divide the
-gradients that enter each pipeline stage by the number of micro-batches.
+ranks that own them during the last backward passes (in ZeRO stages 2 and 3, during all). `step()`
+waits for these messages, clips, updates, and starts to send the new weights to all ranks; each of
+the next forward passes waits only for the weights it needs. DeepSpeed's own forward and backward
+are never called: they divide the gradients that enter each pipeline stage by the number of
+micro-batches.
 """
 
 from __future__ import annotations
@@ -145,8 +146,9 @@ class Engine:
     """ZeRO in fp32, bf16 or fp16, with fp32 master weights and gradient sums in fp32 or bf16.
 
     chunks    this rank's model: fp32 parameters, each with a Sharding; the engine converts them to
-              fp16 or bf16. Parameters without requires_grad are frozen: they have no gradient and
-              no optimizer state, but are sharded, gathered and saved like the rest
+              the run's dtype, unless Sharding.fp32 is set. Parameters without requires_grad are
+              frozen: they have no gradient and no optimizer state, but are sharded, gathered and
+              saved like the rest
 
     Stage 1 shards the optimizer's state over the data-parallel ranks; stages 2 and 3 are in
     megatron/engine/sharded.py. Stage 0 is stage 1 with a single shard: all ranks get the sum of the
@@ -373,7 +375,7 @@ class Engine:
         return self._gradients.counted
 
     def frozen_parameters(self) -> int:
-        """Return how many parameters of the model are frozen; all ranks call it."""
+        """Return the number of elements in the model's frozen parameters; all ranks call it."""
         views = [
             (f, torch.tensor(view.numel()))
             for f in self._counted()
@@ -417,7 +419,8 @@ class Engine:
         """Reduce and clip the gradients, update the weights and clear the gradients.
 
         `lr` and `more` are StepValues. Gradients that were put into `.grad` by hand count as well.
-        A gradient that is not finite on any rank skips the step on all.
+        If the gradient is not finite on any rank, the step is skipped on all. Raises the
+        ConfigError of start_step.
         """
         self.start_step(StepValues(lr, **more))
         return self.finish_step()
@@ -427,7 +430,10 @@ class Engine:
 
         The next passes may follow at once; `finish_step` returns the result at any time before the
         next step. Until a first step has counted, this waits: whether later steps may overlap
-        depends on it.
+        depends on it. It also waits for the norm if the optimizer cannot skip on the device.
+
+        Raises ConfigError if a parameter has been frozen, or is no longer frozen, since the engine
+        was made, and for betas that the optimizer does not have.
         """
         self._settle()
         for p, trains in self._trains.items():
@@ -581,7 +587,7 @@ class Engine:
 
         Afterwards the weights are bitwise the same as before: each rank keeps a copy of its shard.
         All data-parallel ranks enter and leave the context together. After an exception inside it,
-        the weights are undefined: restoring them takes messages between all ranks.
+        the average stays in place of the weights: restoring them takes messages between all ranks.
         """
         self._settle()
         self._state_rests()
@@ -640,15 +646,15 @@ class Engine:
         )
 
     def _counted(self) -> list[Fragment]:
-        """Return the fragments that are not counted on another rank of the model."""
+        """Return the fragments of parameters that no other rank of the model counts (is_copy)."""
         return [f for f in self._fragments if not is_copy(f.parameter, self.topology)]
 
     # -- state, for checkpoints --------------------------------------------------------------------
 
     def fragments(self) -> list[Fragment]:
-        """Return the parts of parameters that this rank's optimizer holds.
+        """Return the parts of parameters whose optimizer state this rank holds, and frozen parts.
 
-        They are views through which the state can be written.
+        Their tensors are views through which weights and state can be written.
         """
         self._settle()
         self._state_rests()

@@ -1,11 +1,12 @@
 """Full parameters for an optimizer whose update needs the whole matrix, such as Muon.
 
 ZeRO gives each data-parallel rank a range of every bucket, and tensor parallelism gives each rank a
-shard of a matrix. Here every matrix has one owner among the data- and tensor-parallel ranks of its
-pipeline stage that hold it; each expert has matrices of its own. Two all-to-alls carry a matrix to
-its owner: one over the data-parallel group for the ranges of a shard, one over the tensor group for
-the shards. Two more carry the result back. In each, a rank sends about as many elements as it owns
-in the buckets: 1/(data-parallel size) of the elements it sends to reduce the gradients.
+shard of a matrix. Here every matrix has one owner among the tensor-parallel ranks of the
+data-parallel ranks that together hold the optimizer state once (ShardGroups.states); each expert
+has matrices of its own. Two all-to-alls carry a matrix to its owner: one over `states` for the
+ranges of a shard, one over the tensor group for the shards. Two more carry the result back. In
+each, a rank sends about as many elements as it owns in the buckets, 1/(size of `states`) of those
+whose gradients it reduces.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Views = list[list[Tensor]]
 
 
 def work_of(shape: Sequence[int]) -> float:
-    """Return the number of multiplications in [.., rows, columns] times its transpose."""
+    """Return the number of multiplications in x x^T or x^T x, whichever is smaller, for a shape."""
     return float(math.prod(shape) * min(shape[-2:], default=1))
 
 
@@ -44,7 +45,10 @@ class _Shards:
 
 
 def _matrices(p: torch.nn.Parameter) -> Iterator[tuple[int, Sharding]]:
-    """Yield the index of the first element, and the sharding, of a parameter or of each expert."""
+    """Yield each matrix of a parameter: the index of its first element, and its sharding.
+
+    Experts are matrices of their own; any other parameter is one.
+    """
     s = sharding_of(p)
     if not s.experts:
         yield 0, s
@@ -85,7 +89,7 @@ class _Matrix(NamedTuple):
     name    its global name
     shape   its global shape
     shards  this rank's shards
-    owner   the owner's tensor rank and data-parallel rank
+    owner   the owner's tensor rank, and its rank in `states`
     """
 
     name: str
@@ -97,12 +101,12 @@ class _Matrix(NamedTuple):
 class FullMatrices:
     """Value of the key "full_parameters" of an optimizer's groups: one object for all of them.
 
-    Every rank calls it once per step, as matrices(flats, change, dtype). `flats` has a tensor [n]
-    for each of these groups, in order, laid out as the range of the weights that this rank owns; or
-    [n, k] with k values per weight. change(name, tensor) gets each parameter in its global shape
-    (and k), on one rank, and returns a tensor of this shape; it gets experts one by one, without
-    their dimension, with their number after the name. Each rank's range of the result replaces the
-    values in `flats`. Values are sent and passed to `change` in `dtype`.
+    All ranks call it together, as matrices(flats, change, dtype). `flats` has a tensor [n] for each
+    of these groups, in order, laid out as the range of the weights that this rank owns; or [n, k]
+    with k values per weight. change(name, tensor) gets each parameter in its global shape (and k),
+    on its owner, and returns a tensor of this shape; it gets experts one by one, without their
+    dimension, with their number after the name. Each rank's range of the result replaces the values
+    in `flats`. Values are sent and passed to `change` in `dtype`.
 
     group_of  index of a parameter's group among the groups of full parameters, by the name that
               `change` gets
@@ -138,10 +142,10 @@ class FullMatrices:
     def _in_rounds(
         self, shards: dict[str, list[_LocalMatrix]], shapes: dict[str, tuple[int, ...]], data: Group
     ) -> Iterator[list[_Matrix]]:
-        """Give each matrix, the largest first, to the rank with the least work so far.
+        """Give each matrix, the one with the most work first, to the rank with the least so far.
 
-        Yield rounds. In each, every rank processes as many of its next matrices as have about ROUND
-        elements.
+        Yield rounds. In a round, all ranks process the same number of their next matrices, until
+        the largest of them have ROUND elements together.
         """
         ranks = [(t, d) for d in range(data.size) for t in range(self._tensor.size)]
         work = dict.fromkeys(ranks, 0.0)
@@ -186,7 +190,7 @@ class FullMatrices:
         change: Change,
         dtype: torch.dtype,
     ) -> Iterator[None]:
-        """Carry out a round; yield after starting each message."""
+        """Carry out a round; yield after starting each all-to-all."""
         data = shared.states
         t = self._tensor.rank
         d = data.rank
@@ -252,7 +256,7 @@ def exchange(sent: Views, received: Views, group: Group, none: Tensor) -> Iterat
     """Send the tensors `sent` to the ranks of a group, and receive theirs into `received`.
 
     The generator yields once it has started the collective: an all-to-all, in the dtype and on the
-    device of the empty tensor `none`.
+    device of the empty tensor `none`. In a group of one it only copies and does not yield.
     """
     targets = [x for some in received for x in some]
     sources = [x for some in sent for x in some]

@@ -2,10 +2,10 @@
 
 They are summed in flat buckets and reduced over ranks.
 
-Every parameter has an accumulator in its bucket (megatron.parallel.gradient_accumulator). A
-complete bucket is sent to its owners while the backward pass continues. Several ranks of a
-model-parallel group may hold terms of one sum; these are added up after the data-parallel
-reduction, on the owners alone, each of which has 1/(data-parallel size) of the elements.
+Every parameter that trains has an accumulator in its bucket (parallel/gradient_accumulator.py).
+With overlap, a complete bucket is sent to its owners while the backward pass continues. Several
+ranks of a model-parallel group may hold terms of one sum; these are added up after the
+data-parallel reduction, when each rank adds up only the elements that it owns.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ _OF_NODES = {
     "megatron::linear_with_partial_gradient": True,
     "megatron::linear_with_whole_gradient": False,
 }
-"""Attribute partial_gradient of the nodes in csrc/nodes, by name."""
+"""Values of partial_gradient for the nodes in csrc/nodes, by name, which set no attribute."""
 
 
 def too_many(p: torch.nn.Parameter, due: int, micro_batches: int) -> ConfigError:
@@ -324,9 +324,9 @@ def _for_each(contributions: int, micro_batches: int) -> int:
 
 
 def to_accumulator(p: torch.Tensor) -> None:
-    """Move autograd's gradient to the accumulator; a hook for backward passes without a graph.
+    """Move autograd's gradient to the accumulator: a hook that runs once autograd has set `.grad`.
 
-    There is no such gradient if a layer has added its own to the accumulator.
+    There is no gradient in `.grad` if a layer has added its own to the accumulator.
     """
     if p.grad is not None:
         p.gradient_accumulator.add(p.grad)  # type: ignore[attr-defined]
@@ -336,7 +336,7 @@ def to_accumulator(p: torch.Tensor) -> None:
 class Terms:
     """Kind of each parameter's gradient: whole, or a term of a sum over the tensor ranks.
 
-    It is determined from the autograd graph of the first forward pass of each of `chunks`. A
+    It is determined from the first autograd graph that a forward pass of each of `chunks` makes. A
     parameter that all tensor ranks hold gets its whole gradient on each of them if it works on
     values that are the same on all. If each rank has separate heads, features or tokens, the
     gradient on a rank is one term of a sum. The messages between the parameter and the loss decide
@@ -409,21 +409,23 @@ class Terms:
 
 # --- buckets
 #
-# A bucket is a parameter group of the optimizer: its parameters, one after another. Each
-# data-parallel rank owns an equal range of it: messages load all ranks equally, and neither the sum
-# of a bucket nor its new weights wait for another bucket. DeepSpeed gets each rank's range as a
-# parameter. With ShardGroups of two levels there are as many shards as inner ranks, and each shard
-# is cut into as many ranges as there are outer ranks.
+# A bucket that trains is a parameter group of the optimizer: its parameters, one after another.
+# Each data-parallel rank owns an equal range of it: messages load all ranks equally, and neither
+# the sum of a bucket nor its new weights wait for another bucket. DeepSpeed gets each rank's range
+# as a parameter. With ShardGroups of two levels there are as many shards as inner ranks, and each
+# shard is cut into as many ranges as there are outer ranks.
 
 Messages = Iterator[list[Any]]
-"""Hops of a transfer, as work handles: the next hop begins once these have been waited for."""
+"""Hops of a transfer, each as its work handles. The next hop begins when it is requested; wait for
+these handles first.
+"""
 Begun = deque[tuple[Messages, list[Any]]]
 """Transfers that have begun, in their order, each with the work handles of its current hop."""
 
 
 @dataclass(eq=False)
 class Bucket:
-    """One parameter group as flat tensors with the same layout; zeros pad only the end.
+    """A bucket's parameters as flat tensors with the same layout; zeros pad only the end.
 
     parameters    the parameters, in the order of the flat tensors
     gradients     sums, in fp32 or bf16; without memory if the parameters are frozen  # [n]
@@ -473,13 +475,13 @@ class Bucket:
 
     @property
     def shard_sums(self) -> torch.Tensor:
-        """Return `sums`, which exist in ZeRO stages 2 and 3."""
+        """Return `sums`, which a bucket that trains has in ZeRO stages 2 and 3."""
         assert self.sums is not None, "made by divide()"
         return self.sums
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks that own ranges."""
+        """Return the number of ranks that own different ranges."""
         return self.shards.states.size
 
     def hops(self, op: BucketOp) -> tuple[Hop, ...]:
@@ -563,14 +565,14 @@ def divide(
 def free(flat: torch.Tensor) -> None:
     """Free the memory of a flat tensor; its views remain.
 
-    Memory that has had a NumPy view cannot be freed.
+    Memory that has had a NumPy view cannot be freed and stays.
     """
     if flat.untyped_storage().resizable():
         flat.untyped_storage().resize_(0)
 
 
 def allocate(flat: torch.Tensor) -> None:
-    """Allocate the memory of a flat tensor again; its values are undefined."""
+    """Allocate the memory of a flat tensor if it was freed; its values are then undefined."""
     if not flat.untyped_storage().size():
         flat.untyped_storage().resize_(flat.nbytes)
 
@@ -597,9 +599,10 @@ def owned_gradients(
 
 
 def transfer(bucket: Bucket, op: BucketOp) -> Messages:
-    """Carry out an instruction's collectives, one hop after another.
+    """Carry out an instruction's collectives, one hop after another (Messages).
 
-    Afterwards only the owners have the summed gradients; the rest of the tensor is undefined.
+    After a reduction only the owners have the summed gradients; the rest of the tensor is
+    undefined.
     """
     of_weights = op in (BucketOp.GATHER, BucketOp.RETURN)
     flat = bucket.gradients
@@ -688,13 +691,15 @@ class WeightGather:
     """Gathers the weights for forward and backward passes on all data-parallel ranks.
 
     buckets  in the order in which forward passes need them: the same on all data-parallel ranks
-    chunks   this rank's model: a module that is about to run waits for its weights
-    overlap  whether `start` returns while weights are in flight
+    chunks   this rank's model
+    overlap  whether `start` returns while weights are in flight; a module that is about to run then
+             waits for its weights
 
     A chunk's `weight_users()` returns which modules it calls, and which parameters each needs:
     pairs of a module and its parameters, including those of its submodules. A chunk without that
     method waits for all its weights before it runs. A state_dict of a chunk or of one of its
-    modules waits for all. Code that reads weights in another way must call `wait` first.
+    modules waits for all weights of this rank. Code that reads weights in another way must call
+    `wait` first.
     """
 
     def __init__(

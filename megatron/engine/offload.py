@@ -1,6 +1,7 @@
 """Optimizer state in host memory (--cpu-offload), streamed through the device in each step.
 
-Groups of parameters are updated one after another. During each update, the next group's state
+Groups of parameters are updated one after another, except groups of full parameters, whose update
+passes over them several times (ZeroPlan.sweeps). During each update, the next group's state
 arrives and the previous group's state leaves. The device holds two sets of working tensors, each
 as large as the largest group. Transfers use both directions of the link. Nothing is computed on the
 host: the update is bitwise the same as without offloading.
@@ -29,20 +30,21 @@ Group = dict[str, Any]
 class HostState:
     """Master weights and state of an optimizer, in host memory outside of its steps.
 
-    optimizer  has one parameter in each group. Its parameters and their state are on the host at
-               first; afterwards they have values only while their group is updated
+    optimizer  has one parameter in each group. Its state is on the host at first; afterwards it has
+               values only while its group is updated
     device     the device on which groups are updated
-    masters    whether the parameters move as well; in fp32 they are the weights themselves and stay
-    updated    called with a parameter after its update, while it still has its values
+    masters    whether the optimizer's parameters are treated like its state; in fp32 they are the
+               weights themselves, and stay on the device
+    updated    called with a parameter after each use of MASTER, while the parameter has its values
     uses       expected uses of state in a step (ZeroPlan.updates): group numbers, and tensor names
 
-    on_host    state of each parameter by name, MASTER included, in host memory; valid after
-               `settle` until the next `prefetch`
+    on_host    state of each parameter by name, with `masters` MASTER included, in host memory;
+               valid after `settle` until the next `prefetch`
     working    the two sets of tensors on the device, by name and dtype
 
     An optimizer that needs full parameters requests their state through its attribute `near`:
     near(groups, *names) yields the groups one after another, each with its state of these names
-    (MASTER: the parameter) on the device until the next group is requested.
+    (MASTER: the parameter; no names: all) on the device until the next group is requested.
 
     Raises ConfigError if such an optimizer has no attribute `near`, or if host memory cannot be
     locked.
@@ -122,7 +124,7 @@ class HostState:
             self._out.synchronize()
 
     def _by_group(self) -> None:
-        """Take a step of the optimizer, group by group."""
+        """Take a step of the optimizer, group by group; full parameters last, and together."""
         optimizer = self._optimizer
         every = self._optimizer.param_groups
         full = [group for group in every if group.get("full_parameters")]
@@ -203,7 +205,7 @@ class HostState:
                 self._optimizer.state[p][name] = x
 
     def _locked(self, x: Tensor) -> Tensor:
-        """Return a copy in page-locked memory: the host need not wait for its transfers.
+        """Return a copy in page-locked memory, so that the host need not wait for transfers.
 
         torch allocates such memory in powers of two; this function allocates it in pages.
         """

@@ -1,4 +1,4 @@
-"""The torch optimizer for this rank's master weights, with its parameter groups and fragments."""
+"""The torch optimizer for this rank's master weights, its groups and state, and Fragment."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def parameter_groups(
     A group's key `decays` tells whether its weight decay follows the schedule, and its key
     `full_parameters` whether the optimizer needs full parameters. Its learning rate is the
     schedule's times its key `lr_scale`, by which its weight decay is divided: the product of the
-    two, with which AdamW shrinks weights, is the same for all groups. Its key `eps_scale` is the
-    factor on AdamW's epsilon.
+    two, with which AdamW shrinks weights, is the same for all groups that decay. Its key
+    `eps_scale` is the factor on AdamW's epsilon.
     """
     kinds = (bucket.kind for bucket in buckets if not bucket.kind.frozen)
     return [
@@ -144,12 +144,12 @@ def create_state(
     """Create the optimizer's state as zeros, in tensors on the devices of the weights.
 
     device  where steps are counted if the optimizer is fused or capturable; else on the CPU
-    models  for some parameters, a tensor on whose device the state is created instead
+    models  for some parameters, a tensor with the shape and on the device of their state
 
     torch would create it in the first step. A new engine needs it earlier to load a checkpoint, and
     it is better to run out of memory at the start.
     """
-    # fused, so that its steps are counted on the device
+    # torch's AdamW is fused, so that its steps are counted on the device
     torchs = isinstance(optimizer, torch.optim.AdamW)
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -237,9 +237,9 @@ class Fragment:
 
     It is the range [start, start + numel) of the parameter.
 
-    master   fp32 weights, a flat view into the optimizer's parameter  # [numel]
-    moments  the optimizer's state by name, flat views like `master`. A frozen parameter has
-             none, but is its own average
+    master   fp32 weights, a flat view into this rank's range of a bucket  # [numel]
+    moments  the optimizer's state by name, flat views like `master`. A frozen parameter has none
+             but the average of the weights, if there is one, which is `master`
     """
 
     parameter: nn.Parameter

@@ -47,8 +47,8 @@ class OptimizerState(NamedTuple):
 
     tensors          its tensors, which have one element for each weight: bytes per element by name,
                      4 in fp32 and 2 in bf16
-    step             type of the "step" of each weight tensor, a tensor or a number; None if it has
-                     no step
+    step             type of the "step" that create_state adds for each weight tensor, a tensor or a
+                     number; None: it adds none, except for torch's AdamW
     full_parameters  state of full parameters (full_matrices.py); None: the same state
     sweeps           passes over the full parameters in an update: names of the tensors that each
                      uses; (): all
@@ -74,8 +74,9 @@ class OptimizerState(NamedTuple):
         """Return the bytes that an update reads and writes per weight.
 
         The gradient is read once; master weight and state are read and written once. Without our
-        kernel, torch's operators also scale gradients and widen and round any bf16 tensors
-        (adamw_reference_), and an average reads the new weights again.
+        kernel, an average reads the new weights again, and if any tensors are bf16, torch's
+        operators also scale gradients, and widen and round these tensors (adamw_reference_). The
+        weights that passes use are not counted.
 
         gradient_bytes  bytes per element of the gradient
         kernel          whether our kernel carries out the update
@@ -106,7 +107,7 @@ OPTIMIZERS = {
         sweeps=(("momentum_buffer",), (MASTER,)),
     ),
 }
-"""State by --optimizer. Steps are counted per group, or created with the rest (optimizer.py)."""
+"""State by --optimizer. Steps are counted per group, or created by optimizer.create_state."""
 
 
 def optimizer_state(config: Config) -> OptimizerState:
@@ -172,9 +173,11 @@ def has_kernel(config: Config) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _state_of(make: Optimizer, settings: OptimizerConfig, on_host: bool) -> OptimizerState:
-    """Return the state of `make` after a step on a few weights.
+    """Return the state that an optimizer of `make` has after a step on a few weights.
 
-    If it needs full parameters, these are tried as well.
+    If it needs full parameters, it takes a step on these as well. Raises ConfigError for a result
+    that is no torch optimizer, for state that ZeRO or checkpoints do not support, and if an update
+    of shards depends on other shards.
     """
     import torch
 
@@ -255,4 +258,4 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> OptimizerState:
 
 ROUND = 1 << 22
 """Elements of an owner's full parameters at which a round of messages is closed (full_matrices.py):
-8 MiB in bf16, worth the latency, with at most one more matrix in memory."""
+8 MiB in bf16, enough to be worth the latency. A round exceeds this by less than one matrix."""

@@ -40,7 +40,7 @@ class AdamW(Untraced, torch.optim.AdamW):
 
 
 class SkipsOnDevice:
-    """Optimizer whose step can be skipped by tensors on the device, without waiting on the host.
+    """Optimizer whose step can be skipped by tensors on the device: the host need not wait.
 
     The engine sets the attributes, as torch.amp.GradScaler does for torch's fused optimizers.
 
@@ -173,7 +173,7 @@ class Muon(SkipsOnDevice, AdamW):
         beta = self._settings.muon_momentum
         updates = list[Tensor]()
         for group in self.near(matrices, "momentum_buffer"):
-            (p,) = group["params"]  # this rank's shard of a bucket
+            (p,) = group["params"]  # this rank's range of a bucket
             momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
             gradient = self.gradient(p)
             counts = self.step_counts(p)

@@ -44,8 +44,9 @@ class ShardedGradients(Gradients):
     """Gradient sums of which this rank keeps a shard.
 
     A bucket is complete once its parameters have all contributions of a pass. The first pass
-    counts how many each parameter gets, assuming one. Sums over all ranks begin in the last pass
-    if an earlier step has counted (Gradients) and the passes were announced.
+    assumes one for each parameter, and counts the actual number. Sums over the ranks beyond the
+    inner ones begin in the last pass if gradients are sent early, an earlier step has counted
+    (Gradients) and the passes were announced; else after it.
     """
 
     def __init__(
@@ -68,7 +69,10 @@ class ShardedGradients(Gradients):
             accumulator.before_use = partial(self._use, self._bucket_of[p])
 
     def begin(self, micro_batches: int) -> None:
-        """Announce backward passes. A gradient after the last of them raises ConfigError."""
+        """Announce the backward passes of this many micro-batches.
+
+        A gradient that arrives after the sums beyond the inner ranks have begun raises ConfigError.
+        """
         self._micro_batches += micro_batches
 
     def _use(self, number: int) -> None:
@@ -89,7 +93,7 @@ class ShardedGradients(Gradients):
             self._run(self._sums.complete(number, self._is_last(self._plan.stage_of(number))))
 
     def _is_last(self, stage: int) -> bool:
-        """Return whether sums over all ranks may begin in this pass, the stage's last in a step."""
+        """Return whether sums beyond the inner ranks may begin in the stage's current pass."""
         last = self.counted and self._ended[stage] == self._micro_batches - 1
         return last and self._plan.zero.early
 
@@ -101,7 +105,7 @@ class ShardedGradients(Gradients):
         counts = {p: self._new[p] for n in order for p in self._numbered[n].parameters}
         self._run(self._sums.pass_ends(stage, self._is_last(stage)))
         if not self._per_pass.keys() >= counts.keys():
-            for number in order:  # already sent when a second contribution arrived
+            for number in order:  # some were sent already when a second contribution arrived
                 if any(not self._accumulators[p].fresh for p in self._numbered[number].parameters):
                     self._run(self._sums.send(number, final=False))
             self._per_pass |= {p: n or -1 for p, n in counts.items()}
@@ -199,7 +203,7 @@ class ShardedGradients(Gradients):
 
 
 def name_of(chunk: torch.nn.Module, module: torch.nn.Module) -> str:
-    """Return a module's name in its chunk."""
+    """Return a module's name in its chunk; "the chunk" for the chunk itself."""
     return next(name or "the chunk" for name, one in chunk.named_modules() if one is module)
 
 

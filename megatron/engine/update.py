@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from megatron.engine.offload import HostState
 
 NormGradients = list[tuple[list[Tensor], list[Tensor]]]
-"""For each kind: gradients that count in the norm, and copies that another rank counts."""
+"""For kinds without a limit together, then for each limited kind: gradients that count in the norm,
+and copies that another rank counts.
+"""
 
 
 class Update:
@@ -65,8 +67,8 @@ class Update:
         # Limits on the gradient norm of each kind of parameter (kind_of). Gradients are clipped to
         # these first; the limit on the global norm then applies to the result.
         limits = norm_limits(config.optimizer.clip_grad_by_kind)
-        # With apex's optimizers and most user optimizers the host decides: it reads the norm before
-        # their step.
+        # With apex's optimizers, and with a user's own that cannot skip on the device, the host
+        # decides: it reads the norm before the step.
         self._on_device = isinstance(inner, FusedAdamW) or getattr(
             inner, "_step_supports_amp_scaling", False
         )
@@ -156,8 +158,8 @@ class Update:
         """Take one step with the reduced gradients, which include the factor `loss_scale`.
 
         No weights are gathered. Returns the global norm of the gradient, loss scale included, as a
-        scalar on the device. If `moves` is False for this norm, nothing has changed, and the caller
-        must call `skip` once it has read the norm.
+        scalar on the device. If `moves` is False for this norm, no weights and no state have
+        changed, and the caller must call `skip` once it has read the norm.
         """
         squares = self._sum_of_squares()
         if self._in_bf16:  # round the root: runs of earlier versions continue bit for bit
@@ -195,7 +197,8 @@ class Update:
     def skip(self) -> None:
         """Remove the last step, which was skipped, from the bias correction.
 
-        torch's optimizers do this themselves, and other optimizers were not called.
+        Only FusedAdamW needs this. Other optimizers that skip on the device do it themselves, and
+        the rest were not called.
         """
         if isinstance(self._inner, FusedAdamW):
             self._inner.uncount()
@@ -207,7 +210,9 @@ class Update:
                 bucket.owned_weights.copy_(values)
 
     def _sum_of_squares(self) -> Tensor:
-        """Return the sums of squares of the gradients: [kinds], or a scalar without limits by kind.
+        """Return the sums of squares of the gradients, for each entry of `_norm_gradients`.
+
+        Without limits by kind there is one entry, and the result is a scalar.
 
         A parameter that several model-parallel ranks hold is counted on one of them. A value that
         is not finite in another copy must not go unnoticed, or the copies would differ from then

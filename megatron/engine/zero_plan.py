@@ -1,8 +1,9 @@
 """ZeRO's plan: what each pass and the end of a step do with each bucket of parameters.
 
 Rajbhandari et al., arXiv 1910.02054, with shards of two sizes (Wang et al., arXiv 2306.10209; Zhang
-et al., arXiv 2205.00119). The plan depends only on the parameters' shardings and on settings. The
-engine carries out the plan on tensors; the planner adds up its memory, time and messages.
+et al., arXiv 2205.00119). The plan depends only on settings, the parameters' shardings and the
+modules that use them. The engine carries out the plan on tensors; the planner adds up its memory,
+time and messages.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class BucketOp(Enum):
     """Operation on a bucket. Messages overlap with later operations until their result is needed.
 
     GATHER         allocate the weights and gather them from the inner ranks (stage 3)
-    FREE           free gathered weights
+    FREE           free gathered weights (stage 3)
     ALLOCATE       allocate gradients (stages 2 and 3)
     REDUCE         sum gradients over the inner ranks, each of which gets its shard
     ACCUMULATE     add that shard to the sums of earlier micro-batches, and free the gradients
@@ -193,8 +194,8 @@ class Zero(NamedTuple):
 def zero_of(config: Config, layout: Layout | None = None) -> Zero:
     """Return ZeRO's stage and sizes for a configuration.
 
-    layout  layout of the job; without it, per-node shards (-1) count as undivided: see
-            planner.placement.over_nodes
+    layout  layout of the job; without it, shards per node (-1) count as shards over all
+            data-parallel ranks, unless planner.placement.over_nodes has replaced them
     """
     engine = config.engine
     precision = config.precision
@@ -339,9 +340,9 @@ class Reductions:
         yield from self.send(bucket, final)
 
     def send(self, bucket: int, final: bool) -> Iterator[BucketInstruction]:
-        """Send a bucket; `final`: the sum over the other ranks follows when it has arrived.
+        """Send a bucket; `final`: REDUCE_BEYOND follows when REDUCE has arrived.
 
-        Raises ConfigError for a bucket whose sum over the other ranks has begun.
+        Raises ConfigError for a bucket that was sent with `final` before in this step.
         """
         if bucket in self._final:
             raise ConfigError(REDUCED_ALREADY)
@@ -416,7 +417,7 @@ class ZeroPlan:
         return {member: n for n, bucket in enumerate(self.buckets) for member in bucket.members}
 
     def stage_of(self, bucket: int) -> int:
-        """Return the stage after whose passes a bucket is sent; below ZeRO-2, 0 for all buckets."""
+        """Return the stage whose passes complete a bucket; below ZeRO-2, 0 for all buckets."""
         return self._stages[bucket] if self.zero.divides_gradients else 0
 
     @functools.cached_property
@@ -433,7 +434,7 @@ class ZeroPlan:
         return {stage: tuple(order) for stage, order in orders.items()}
 
     def order_of(self, stage: int) -> tuple[int, ...]:
-        """Return the buckets that are sent after a backward pass of a stage, in their order."""
+        """Return the buckets that are sent during or after a stage's backward pass, in order."""
         return self._orders.get(stage, ())
 
     def in_flight(self, bucket: int) -> float:
@@ -476,7 +477,7 @@ class ZeroPlan:
     def reducing(self, stage: int, final: bool, sums: Reductions) -> tuple[ModulePass, ...]:
         """Return the steps of a backward pass with the reduction of gradients.
 
-        sums  state after the earlier passes of this step
+        sums  state after the earlier passes of this step; it advances by this pass
         """
         steps = list(self.backward(stage, final))
         if not (self.zero.divides_gradients or (final and self.zero.early)):
@@ -504,7 +505,7 @@ class ZeroPlan:
                 yield BucketInstruction(BucketOp.RETURN, bucket)
 
     def updates(self) -> Iterator[BucketInstruction]:
-        """Yield the optimizer's update, bucket by bucket."""
+        """Yield the optimizer's update, bucket by bucket, with transfers of offloaded state."""
         trained = [n for n, bucket in enumerate(self.buckets) if not bucket.kind.frozen]
         full = [n for n in trained if self.buckets[n].kind.full_parameters]
         uses: list[Use] = [(n, ()) for n in trained if n not in full]
@@ -561,9 +562,9 @@ class ZeroPlan:
     def _with_weights(self, stage: int, runs: Sequence[tuple[str, int]]) -> tuple[ModulePass, ...]:
         """Return the steps of consecutive passes, with instructions that gather and free weights.
 
-        A call's weights are gathered for its forward pass and again for its backward pass; a
-        recomputed call keeps them until then. With overlap, the weights of a call are gathered
-        during the previous call that gathers any.
+        A call's weights are gathered for its forward pass and again for its backward pass; those
+        gathered for its recomputation are kept until then. With overlap, the weights of a call are
+        gathered during the previous call that gathers any.
         """
         here = set[int]()
         steps = list[ModulePass]()
@@ -641,7 +642,7 @@ def zero_plan(
     """Return a rank's plan.
 
     records  shardings of its parameters, in the order in which forward passes first use them
-    calls    by stage; a parameter without a call counts as part of the first stage
+    calls    by stage; a parameter without a call counts as part of the rank's first stage
     frozen   see BucketRule.plan
 
     recomputed, sweeps  see ZeroPlan
