@@ -48,7 +48,7 @@ DATA_DEPENDENT = _operators(
 )
 """Operators that return a value to the host, or a tensor whose size depends on values."""
 INDEXED = _operators("index index_put index_put_ _index_put_impl_")
-"""Operators that return a tensor of such a size if an index is a mask."""
+"""Operators that need a tensor of such a size if an index is a mask."""
 _MOVES = _operators("set_ resize_ resize_as_")
 _EMPTY = _operators("empty empty_like new_empty empty_strided new_empty_strided")
 
@@ -362,7 +362,7 @@ class Slot:
         """
         if self._eager:
             return [*deferred, self.release]
-        if deferred:  # recorded just now; their tensors stay allocated
+        if deferred:  # the pass was recorded just now; the functions' tensors stay allocated
             self._deferred = deferred
         return [lambda: self._run("weight gradients", self._weights), self.release]
 

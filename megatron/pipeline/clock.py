@@ -63,12 +63,13 @@ Boundary = tuple[float, float]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds per micro-batch in each global stage (chunk * pipeline size + pipeline rank).
+    """Times per micro-batch of each global stage (chunk * pipeline size + pipeline rank).
 
     forward   a forward pass
-    backward  a full backward pass; for 'zb-h1' its first half, the gradient of the input (and
-              recomputation)
-    weight    for 'zb-h1' the second half, the gradients of the weights; other schedules ignore it
+    backward  a full backward pass; for 'zb-h1' and order functions the first half, the gradient of
+              the input (and recomputation)
+    weight    for 'zb-h1' and order functions the second half, the gradients of the weights: a full
+              backward pass takes both; '1f1b' and 'interleaved' ignore it
     first     extra time of the stage's first forward pass, for instance to wait for gathered
               weights
     """
@@ -81,7 +82,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Cost of messages, by sending pipeline rank: (seconds on the link, seconds of latency).
+    """Cost of messages, by sending pipeline rank: (time on the link, latency).
 
     forward   to the next rank; from the last rank to the first (only with several chunks)
     backward  to the previous rank; from the first rank to the last
@@ -130,7 +131,7 @@ class PipelineRun:
     busy           time spent computing
     waited         time spent waiting before the rank is done
     message_wait   the part of `waited` after the awaited result had been computed: the cost of
-                   messages, and of receives that are posted late because stages differ
+                   messages, and of receives that are posted late if stages take different times
     ends           when the rank is done with its last pass and all its sends
 
     By global stage, for work that overlaps with passes (gathering weights, reducing gradients):
@@ -161,7 +162,7 @@ class PipelineRun:
 def run_pipeline(pipeline: Pipeline) -> PipelineRun:
     """Run a pipeline's training step on a simulated clock.
 
-    Raises the ConfigError of build_schedule.
+    Raises the errors of build_schedule and `schedule.run`.
     """
     lists, done, scale = _run(pipeline)
     busy = np.add.reduceat(done.ends - done.starts, lists.offsets[:-1])
@@ -272,6 +273,6 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
     return lists, run(lists, costs, duplex=duplex, at_once=at_once), scale
 
 
-_SMALL = 100_000  # forward passes of all ranks
+_SMALL = 100_000  # maximum number of forward passes, of all ranks, in small lists
 _small_lists = lru_cache(maxsize=32)(build_lists)
 _large_lists = lru_cache(maxsize=1)(build_lists)

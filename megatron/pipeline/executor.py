@@ -1,6 +1,6 @@
 """Executes this rank's instructions in a pipeline schedule.
 
-Chunks may be any callables that map a hidden state to a hidden state.
+Chunks may be any callables that map a micro-batch and a hidden state to a hidden state.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ class Executor:
                       by 'zb-h1' and other orders that split backward passes.
     before_training   called by `train` with the number of micro-batches, before the first pass: the
                       Engine uses it to find the last gradient of each parameter.
-    after_backward    called with the global stage after each backward pass that leaves no weight
-                      gradients for later.
+    after_backward    called with the global stage after each full backward pass, or after the
+                      second half of one that is split.
     captures          records and replays the passes of training steps; None: all run eagerly.
 
     Every rank of the pipeline must call `train` and `evaluate` in the same order with the same
-    number of micro-batches. Gradients are added to the parameters' `.grad`; nothing is reduced and
-    no parameter is changed. Raises ConfigError for chunks of other stages than this rank's, an
-    unknown schedule, and a missing queue of weight gradients.
+    number of micro-batches. Gradients are added to the parameters' accumulators, or else to
+    `.grad`; the executor itself reduces nothing and changes no parameter. Raises ConfigError for
+    chunks of other stages than this rank's, an unknown schedule, and a missing queue of weight
+    gradients.
     """
 
     def __init__(
@@ -113,10 +114,11 @@ class Executor:
         data-parallel ranks, so that values rounded to 16 bits do not depend on the layout. Each
         weight is a number or a scalar on the device, and is read after the forward pass of its
         micro-batch. Returns the detached, unscaled losses of the micro-batches in order on the rank
-        of the last stage, and an empty list on other ranks. No value is copied from the device.
+        of the last stage, and an empty list on other ranks. No value is copied to the host.
 
-        Raises ConfigError for a wrong number of loss weights or an output of the wrong shape or
-        dtype, and LaunchError, with the peer's rank, if a neighbour is lost.
+        Raises ConfigError for a wrong number of loss weights, an output of the wrong shape or
+        dtype, and micro-batches or passes that `captures` cannot replay; and LaunchError, with the
+        peer's rank, if a neighbour is lost.
         """
         count = len(micro_batches)
         plan = self._plan(count, False)

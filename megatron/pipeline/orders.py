@@ -5,8 +5,8 @@ The orders are 1F1B, interleaved 1F1B and zero-bubble ZB-H1. They are defined on
 An order is a function of (pipeline size, chunks, micro-batches, rank) that returns the rank's
 passes: instructions, or an array with one row (op, stage, micro-batch) for each, where stage =
 chunk * pipeline size + rank. Messages, the activations that a rank holds (schedule.py) and the time
-of a step (clock.py) follow from the passes of all ranks. A new order takes only one function, added
-to ORDERS or passed instead of a name.
+of a step (clock.py) follow from the passes of all ranks. A new order takes only one function, which
+is passed instead of a name; SCHEDULES (config/parallel.py) and ORDERS can give it one.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ AnyOrder = str | Callable[..., Any]  # a name in ORDERS, or a megatron.protocols
 def one_forward_one_backward(
     pipeline_size: int, chunks: int, micro_batches: int, rank: int
 ) -> Rows:
-    """1F1B: at most pipeline_size - rank live micro-batches.
+    """1F1B: at most pipeline_size - rank micro-batches in flight.
 
     Source: Narayanan et al., arXiv 2104.04473, section 2.2.1.
     """
@@ -92,9 +92,9 @@ def one_forward_one_backward(
 def zero_bubble_h1(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
     """ZB-H1: 1F1B with weight gradients deferred to idle time.
 
-    Source: Qi et al., arXiv 2401.10241, section 2.3. Rank r defers up to r of them at a time: on no
-    rank do live micro-batches plus deferred weight gradients exceed pipeline_size, which is also
-    the number of live micro-batches on the first rank under 1F1B.
+    Source: Qi et al., arXiv 2401.10241, section 2.3. Rank r defers up to r of them at a time: the
+    micro-batches in flight and the deferred weight gradients of a rank are at most pipeline_size
+    together, as many as the first rank has micro-batches in flight under 1F1B.
     """
     order = one_forward_one_backward(pipeline_size, chunks, micro_batches, rank)
     backward = np.flatnonzero(order[:, 0] == Op.BACKWARD)
@@ -111,8 +111,8 @@ def group_sizes(pipeline_size: int, micro_batches: int) -> list[int]:
 
     A group passes through one chunk before the next chunk starts. Groups have pipeline_size
     micro-batches if that divides the number of micro-batches. Otherwise the remainder is spread
-    over the groups. Few are much larger than the pipeline, and none is smaller (a rank would wait
-    for its own output to come around) unless it is the only group.
+    over the groups. Each then has fewer than twice pipeline_size. None has fewer than pipeline_size
+    (a rank would wait for its own output to come around) unless it is the only group.
 
     >>> group_sizes(4, 8), group_sizes(4, 11), group_sizes(4, 3)
     ([4, 4], [6, 5], [3])
@@ -125,8 +125,8 @@ def group_sizes(pipeline_size: int, micro_batches: int) -> list[int]:
 def interleaved(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
     """Interleaved 1F1B for any number of micro-batches.
 
-    Source: Narayanan et al., arXiv 2104.04473, section 2.2.2. With p ranks, v chunks and g
-    micro-batches in the largest group, rank r holds at most
+    Source: Narayanan et al., arXiv 2104.04473, section 2.2.2. With p ranks, v chunks, m
+    micro-batches and g of them in the largest group, rank r holds at most
     min(v m, 2 (p - r - 1) + (v - 1) g + 1) activations, each of one micro-batch in one chunk.
 
     It cannot deadlock. Let w = 2 (p - 1 - r) + (v - 1) g, and give the k-th backward pass of rank r
@@ -208,7 +208,7 @@ def passes_of_rank(
     """Return the passes of one rank in order.
 
     A pipeline of one rank computes one micro-batch after another under any name. Raises ConfigError
-    unless each pass of the rank occurs once, and forward before backward.
+    for an order function unless each pass of the rank occurs once, and forward before backward.
     """
     if isinstance(schedule, str):
         order = one_rank if pipeline_size == 1 else ORDERS[schedule].passes

@@ -105,7 +105,8 @@ def build_schedule(
     micro_batches  any positive number.
 
     Raises ConfigError for an unknown name, an invalid size or combination, and an order that cannot
-    be run.
+    be run; and MegatronError if the compiled clock is missing (clock_missing), unless there is one
+    rank.
     """
     lists = build_lists(name, pipeline_size, chunks, micro_batches, forward_only)
     ranks = tuple(map(lists.instructions, range(pipeline_size)))
@@ -147,7 +148,10 @@ def build_lists(
 def splits_backward(
     schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int
 ) -> bool:
-    """Return whether backward passes run in two halves, for inputs and for weights."""
+    """Return whether backward passes run in two halves, for inputs and for weights.
+
+    For an order function, whether any backward pass of the first rank does.
+    """
     if isinstance(schedule, str):
         return pipeline_size > 1 and ORDERS[schedule].splits
     rows = passes_of_rank(schedule, pipeline_size, chunks, micro_batches, 0)
@@ -298,7 +302,7 @@ def run(
 # -- messages --------------------------------------------------------------------------------------
 
 
-# A backward pass multiplies twice as many matrices as a forward pass: half for the gradient of its
+# A backward pass has twice as many matrix products as a forward pass: half for the gradient of its
 # input, half for the gradients of its weights.
 NOMINAL_DURATIONS: Mapping[Op, float] = {
     Op.FORWARD: 1.0,
