@@ -245,8 +245,11 @@ _USE_A_TESTED_ONE = f"install DeepSpeed {OLDEST_TESTED} to {NEWEST_TESTED}, the 
 def _check_version(package: str, version: str) -> None:
     oldest = {"deepspeed": OLDEST_TESTED, "pydantic": OLDEST_PYDANTIC}[package]
     if TorchVersion(version) < oldest:
-        remedy = _USE_A_TESTED_ONE if package == "deepspeed" else f"install {oldest} or newer"
-        raise ConfigError(f"{package} {version} is too old for this project: {remedy}")
+        if package == "deepspeed":
+            raise ConfigError(f"deepspeed {version} is too old: {_USE_A_TESTED_ONE}")
+        raise ConfigError(
+            f"{package} {version} is too old for DeepSpeed: install {oldest} or newer"
+        )
 
 
 def _installed() -> str:

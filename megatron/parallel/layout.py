@@ -125,12 +125,21 @@ class Layout:
                     "processes"
                 )
         shard, states = self.shard_sizes
-        if states % shard or self.data % states or (shard % self.expert and self.expert % shard):
-            experts = f", and {self.expert} ranks of experts" if self.expert > 1 else ""
+        remedy = "change --zero-shard-size or --zero-state-shard-size"
+        if states % shard:
             raise ConfigError(
-                f"ZeRO over {shard} ranks, with optimizer states over {states}, does not divide "
-                f"the {self.data} ranks that share each part of the model{experts}: change "
-                "--zero-shard-size or --zero-state-shard-size, so that each size divides the next"
+                f"{shard} ranks that share ZeRO's gradients do not divide the {states} that share "
+                f"its optimizer states: {remedy}"
+            )
+        if self.data % states:
+            raise ConfigError(
+                f"{states} ranks that share ZeRO's optimizer states do not divide the {self.data} "
+                f"that share each part of the model: {remedy}, or the number of processes"
+            )
+        if shard % self.expert and self.expert % shard:
+            raise ConfigError(
+                f"of {shard} ranks that share ZeRO's gradients and {self.expert} that share the "
+                "experts, one number must divide the other: change --zero-shard-size"
             )
 
     @classmethod
@@ -239,7 +248,7 @@ class Layout:
             words, stride, size = lines[name]
             inner, states = (max(1, ranks // divisor) for ranks in self.shard_sizes)
             for dimension, what, apart, count in (
-                ("inner", "within a shard", 1, inner),
+                ("inner", "one copy of gradients", 1, inner),
                 ("outer", "shards of states", inner, states // inner),
                 ("states", "one copy of states", 1, states),
                 ("copies", "copies", states, size // states),

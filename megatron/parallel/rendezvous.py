@@ -409,10 +409,8 @@ class Rendezvous(StoreConnection):
         return self._explained
 
     def _store_gone(self) -> str:
-        return (
-            f"{self.store_name} is gone, and with it the store: it died, ended or was stopped; "
-            "look at its output"
-        )
+        gone = "is gone" if self.launch.store_served else "is gone, and with it the store"
+        return f"{self.store_name} {gone}: it died, ended or was stopped; look at its output"
 
     def _diagnose(self, seen: str) -> str:
         if self.launch.world_size == 1:
