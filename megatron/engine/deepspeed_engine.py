@@ -160,7 +160,7 @@ def import_deepspeed(device: Any = "cpu") -> Any:
         if not hasattr(communication, "build_shm_op"):
             raise ConfigError(
                 f"deepspeed {deepspeed.__version__} has no {_COMMUNICATION}.build_shm_op, which "
-                f"would compile an extension at every start: {_USE_A_TESTED_ONE}"
+                f"must be disabled on a CPU: {_USE_A_TESTED_ONE}"
             )
         vars(communication)["build_shm_op"] = lambda *_, **__: None
     return deepspeed

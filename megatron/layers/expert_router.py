@@ -24,7 +24,7 @@ from megatron.parallel.topology import Group
 
 
 def shared_by(context: LayerContext) -> Experts:
-    """Return the state that layers with experts share; without it, that of a single process."""
+    """Return the state that layers with experts share, by default that of a single process."""
     return context.experts or Experts()
 
 
@@ -102,8 +102,8 @@ class Router(torch.nn.Module):
     Weights are fp32, experts int64; a dropped choice has weight 0 and expert -1, and so have the
     choices of padding, which does not count toward any load, loss, capacity or statistic.
 
-    load         how often this rank's tokens chose each expert since the last step, before drops
-                 # [E], fp32
+    load         how often each expert was chosen since the last step, before drops, by the tokens
+                 of all tensor ranks together  # [E], fp32
 
     Sums since the last log line (take_figures): `passes`, the number of micro-batches; `losses`,
     each balancing loss without its coefficient, then the z-loss; and only if `measured`

@@ -158,4 +158,4 @@ def _differing(groups: Sequence[tuple[Mapping[str, Any], list[int]]]) -> Iterato
                 f"{text[:_LONGEST]} on rank {compress_ranks(of)[:_LONGEST]}"
                 for text, of in by_value.items()
             ]
-            yield f"{name} is {', '.join(variants)}"
+            yield f"{name} is {' vs. '.join(variants)}"

@@ -2,10 +2,11 @@
 
 A figure is one number or a set of points: rows whose last column is the value and whose other
 columns are its arguments. In a machine's file (`clusters/*.toml`) it is a table under [compute],
-with `value` or `points`, a `basis` and, if known, a `range`: two factors, at most 1 and at least 1,
-between which the true value may lie. Its source is in [sources], under `compute_` plus its name
-with underscores for dots, or under a prefix of this key. Most figures that are missing from a file
-are assumed (`assumed.toml`), with rates as a share of the peak.
+with `value` or `points`, a `basis` and, if known, a `range`: the true value may lie anywhere from
+the first factor (at most 1) to the second (at least 1) times the figure. Its source is in
+[sources], under `compute_` plus its name with underscores for dots, or under a prefix of this key.
+Most figures that are missing from a file are assumed (`assumed.toml`), with rates as a share of the
+peak.
 
 Names of figures, columns, units:
 

@@ -177,7 +177,7 @@ class Dimension(NamedTuple):
     field: str
     setting: str = ""
     values: Mapping[str, Value] = {}
-    words: str = "a positive number"
+    words: str = "a positive integer of at most nine digits"
     pattern: str = r"0*[1-9]\d{,8}"
 
     def value(self, layout: CandidateLayout, per_node: int) -> Value:
@@ -210,7 +210,7 @@ def _in_order(modules: Collection[str]) -> str:
 
 _RANKS: tuple[Mapping[str, Value], str, str] = (
     {},
-    "a positive number, node or world",
+    "node, world or a positive integer of at most nine digits",
     r"node|world|0*[1-9]\d{,8}",
 )
 _OFF_BY_DEFAULT = ("shard", "states", "offload")

@@ -60,7 +60,8 @@ class OperatorRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # otherwise torch imports its compiler (seconds) to exclude it here, at each operator
+        # Otherwise torch wraps __torch_dispatch__ to keep its compiler out, and takes seconds to
+        # import the compiler for that.
         return False
 
     def __torch_dispatch__(
@@ -242,7 +243,10 @@ _BLOCKS = ring.Ring.blocks
 
 
 def _first_block(self: ring.Ring, step: int, q: Tensor) -> Iterator[ring.RingBlock]:
-    """Replace Ring.blocks: return only a step's first block, since steps declare all their work."""
+    """Replace Ring.blocks: return only a step's first block.
+
+    The work of the whole step is declared around it (counts_as).
+    """
     return itertools.islice(_BLOCKS(self, step, q), 1)
 
 

@@ -49,7 +49,7 @@ def refused(errors, *words):
 def test_a_setting_that_one_rank_has_otherwise_ends_all(setting, flag, value, shown):
     other = USUAL.replace(**{setting: value})
     ranks = [identity(config) for config in (USUAL, USUAL, other, USUAL)]
-    refused(meet(ranks), f"{flag} is {shown[0]} on rank 0-1, 3, {shown[1]} on rank 2")
+    refused(meet(ranks), f"{flag} is {shown[0]} on rank 0-1, 3 vs. {shown[1]} on rank 2")
 
 
 def test_scratch_folders_and_addresses_may_differ(tmp_path):
