@@ -2,8 +2,8 @@
 
 Only regular files are read, up to a size limit, because a path may name a fifo, on which a reader
 waits forever, or /dev/zero, which has no end. JSON may be nested deeper than Python's stack, or
-contain a number with millions of digits. Each problem of a file that is read raises the type of
-error that the caller chooses.
+contain a number with millions of digits. Any failure to read or parse a file is raised as the type
+of error that the caller chooses.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def read_text(path: str | os.PathLike[str], limit_bytes: int, *, error: type[Meg
         return read_bytes(path, limit_bytes, error=error).decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise error(
-            f"{path} is not UTF-8 text ({problem}): it is damaged, or another file"
+            f"{path} is not UTF-8 text ({problem}): it is damaged, or not the right file"
         ) from problem
 
 
@@ -161,7 +161,7 @@ def parse_json(
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as problem:
         raise error(
-            f"{source} is not valid JSON ({problem}): it is damaged, or another file"
+            f"{source} is not valid JSON ({problem}): it is damaged, or not the right file"
         ) from None
     if not isinstance(value, kind):
         raise error(

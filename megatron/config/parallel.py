@@ -132,7 +132,7 @@ class ParallelConfig:
         choices=RANK_ORDERS,
         value_names={"auto": None},
         shortcuts="--use-tp-pp-dp-mapping=tp-pp-dp",
-        hint="or auto",
+        hint="choose one of these, or auto",
         derived="the cheapest with --cluster, else tp-dp-pp",
     )
     device_order: tuple[int, ...] | None = option(
@@ -179,7 +179,8 @@ class ParallelConfig:
     def gradient_ranks(self) -> int:
         """Return the number of ranks that sum a parameter's gradients and share its ZeRO state.
 
-        These are the context-parallel ranks of all replicas.
+        These are the context-parallel ranks of all replicas. For the parameters of experts, divide
+        by the expert-parallel size.
         """
         return self.data_parallel_size * self.context_parallel_size
 

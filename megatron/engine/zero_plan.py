@@ -251,9 +251,9 @@ class ModuleCall(NamedTuple):
 FORWARD = "forward"
 RECOMPUTE = "recompute"
 BACKWARD = "backward"
-"""Kinds of steps; RECOMPUTE is a forward pass that the backward pass repeats. For the last layer of
-a group it comes first, since autograd reaches that layer first, but it computes nothing: the
-layer's BACKWARD does."""
+"""Kinds of steps; RECOMPUTE is a forward pass that the backward pass repeats. The RECOMPUTE of a
+group's last layer comes before those of the others, since autograd reaches that layer first, but
+computes nothing: the layer is recomputed within its BACKWARD."""
 
 
 class ModulePass(NamedTuple):

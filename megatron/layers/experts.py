@@ -255,8 +255,8 @@ class ExpertMLP(nn.Module):
         choices = (weights, experts)
         numbers = self._numbers(experts, call)
         dispatches = list[Dispatch]()
-        # Without overlap or messages the shared expert runs here, to keep the device busy while the
-        # host waits for the row counts.
+        # Unless the shared expert overlaps with messages, it runs here, to keep the device busy while
+        # the host waits for the row counts.
         shared = None if self.hops and self.overlap else self._shared(x)
         each = self.dense_h_to_4h.weight.shape[0] * self.group.size
         at = 0

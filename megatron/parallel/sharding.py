@@ -21,7 +21,7 @@ Kind = Literal["hidden", "embedding", "output", "vector"]
 def kind_of(name: str, global_shape: Sequence[int]) -> Kind:
     """Return the kind of a parameter, on which its optimizer and its learning rate may depend.
 
-    hidden     a layer's matrix, from features to features, or several of them in 3 dimensions
+    hidden     a layer's matrix, from features to features, or several of them in 3 or 4 dimensions
     embedding  a table from tokens or positions to features
     output     any other matrix, normally from features to the vocabulary
     vector     a norm or a bias

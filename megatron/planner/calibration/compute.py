@@ -190,7 +190,7 @@ def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Ite
 
 
 def _update(config: Config, device: torch.device) -> FigureTask:
-    """Return the task that measures the gradient norm and the AdamW update.
+    """Return the task that measures the gradient norm and the optimizer's update.
 
     The number of elements is about that of a layer, at least 2**20 and at most 2**24.
     """

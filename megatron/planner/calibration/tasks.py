@@ -160,7 +160,7 @@ SIZES = {
 }
 """Sizes in bytes of a message's whole tensor, by device type."""
 _SIDE = 512
-_BYTES = 1 << 26  # total size of the tensors that calls cycle through
+_BYTES = 1 << 26  # maximum total size of the tensors that calls cycle through
 _MOST = 64  # maximum number of these tensors
 
 
@@ -232,7 +232,7 @@ def _product() -> Work:
 
 
 def _in_turn(device: torch.device, size: int) -> Iterator[Tensor]:
-    """Cycle through tensors of `size` bytes each; on a CPU, most of them are outside its caches."""
+    """Cycle through tensors of `size` bytes each; on a CPU, large ones are outside its caches."""
     many = max(1, min(_MOST, _BYTES // size)) if device.type == "cpu" else 1
     return itertools.cycle([torch.ones(max(1, size // 4), device=device) for _ in range(many)])
 
