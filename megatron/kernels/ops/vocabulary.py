@@ -60,7 +60,8 @@ def _check(name: str, logits: Tensor, labels: Tensor, *rest: Any) -> None:
     columns = logits.shape[-1]
     check(name, first >= 0, f"first is {first}; it must not be negative")
     check(name, 0 <= real <= columns, f"real is {real}, but the logits have {columns} columns")
-    check(name, all(cap >= 0 for cap in caps), f"cap is {caps[0]}; it must not be negative")
+    for cap in caps:
+        check(name, cap >= 0, f"cap is {cap}; it must not be negative")
     check_shape(name, logits.shape[:-1], labels=labels, **numbers)
     check_type(name, [torch.float32], **numbers)
 

@@ -22,7 +22,7 @@ from megatron.config import Config
 from megatron.config.parallel import RecomputeConfig
 from megatron.engine.gradients import sum_of_squares
 from megatron.engine.optimizer import build_optimizer, create_state
-from megatron.engine.optimizer_state import OPTIMIZERS
+from megatron.engine.optimizer_state import group_keys, has_kernel, optimizer_state
 from megatron.kernels.choose import choose_fusions
 from megatron.kernels.cost import Attention, Memory, Product
 from megatron.kernels.library import available
@@ -201,20 +201,20 @@ def _update(config: Config, device: torch.device) -> FigureTask:
     def work() -> Work:
         weights = torch.nn.Parameter(torch.zeros(elements, device=device))
         weights.grad = torch.ones_like(weights)
-        groups = [{"params": [weights], "decays": True}]
-        fused = choose_fusions(kernels, device, dtype_name).optimizer
-        adam = build_optimizer(groups, config, device)
-        create_state(adam, OPTIMIZERS["adam"], device)
+        groups = [{"params": [weights], "weight_decay": 0.0, **group_keys(None)}]
+        fused = choose_fusions(kernels, device, dtype_name).optimizer and has_kernel(config)
+        optimizer = build_optimizer(groups, config, device)
+        create_state(optimizer, optimizer_state(config), device)
         if fused and dtype_name != "float32":
             copy = torch.zeros(elements, device=device, dtype=getattr(torch, dtype_name))
-            adam.copies = {weights: copy}  # type: ignore[attr-defined]
-        has_kernel = kernels.optimizer_implementation != "torch" and available(device)
-        squares = scale_and_norm_ if has_kernel else sum_of_squares
+            optimizer.copies = {weights: copy}  # type: ignore[attr-defined]
+        by_kernel = kernels.optimizer_implementation != "torch" and available(device)
+        squares = scale_and_norm_ if by_kernel else sum_of_squares
 
         def run() -> None:
             assert weights.grad is not None
             math.sqrt(squares([weights.grad]))  # the host waits for the norm, as in a step
-            adam.step()
+            optimizer.step()
 
         return run
 

@@ -107,7 +107,7 @@ def test_groups_of_ranks():
     ("flags", "dtype"),
     [
         ("--bf16 --swiglu --normalization rmsnorm --disable-bias-linear", "bfloat16"),
-        ("--attention-backend unfused", "float32"),
+        ("--attention-backend unfused --optimizer muon", "float32"),
     ],
 )
 def test_every_task_runs(flags, dtype, monkeypatch):
