@@ -142,7 +142,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         type=integer(0, _MOST_SEED),
         default=1234,
         help="seed for sampling after the first prompt; it is one higher for each further prompt, "
-        "or line of a file (default: 1234)",
+        "or line of a file, blank ones included (default: 1234)",
     )
 
 

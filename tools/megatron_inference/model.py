@@ -28,6 +28,13 @@ __all__ = ["Trained", "add_flags", "run_with_model"]
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
+_SIZES = {
+    "tensor-model-parallel-size": "number of ranks that divide each layer",
+    "pipeline-model-parallel-size": "number of stages of layers",
+    "context-parallel-size": "number of ranks that divide each sequence; generation needs 1",
+}
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name a checkpoint, a layout and files."""
     parser.add_argument(
@@ -50,9 +57,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="use the averaged weights of a run trained with --ema-decay",
     )
-    parser.add_argument("--tensor-model-parallel-size", type=integer(), default=1, metavar="N")
-    parser.add_argument("--pipeline-model-parallel-size", type=integer(), default=1, metavar="N")
-    parser.add_argument("--context-parallel-size", type=integer(), default=1, metavar="N")
+    for size, help_text in _SIZES.items():
+        parser.add_argument(
+            f"--{size}", type=integer(), default=1, metavar="N", help=f"{help_text} (default: 1)"
+        )
     parser.add_argument(
         "--tokenizer-model",
         metavar="PATH",
@@ -61,7 +69,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab-file", metavar="FILE", help="path, if it has moved since training")
     parser.add_argument("--merge-file", metavar="FILE", help="path, if it has moved since training")
     parser.add_argument(
-        "--distributed-timeout-minutes", type=real(525600), default=10.0, metavar="MINUTES"
+        "--distributed-timeout-minutes",
+        type=real(525600),
+        default=10.0,
+        metavar="MINUTES",
+        help="time after which a rank that waits for another one fails (default: 10)",
     )
     precision = parser.add_mutually_exclusive_group()
     precision.add_argument(

@@ -134,7 +134,7 @@ class Iteration(Event):
     phases_ms           {phase: {"min", "mean", "max"}} over the ranks, for the recorded step; None
                         if no step was recorded
     stage_memory_bytes  most memory held by a rank of each pipeline stage
-    energy_j            energy of all nodes in the interval; None if unknown
+    energy_j            energy of all nodes in the interval; None, and not recorded, if unknown
     joules_per_token    the same per token
     energy_kwh          energy of all nodes since this job began; None if unknown
     times_ms            {phase: its time on each rank}, summarized by phases_ms

@@ -334,7 +334,11 @@ def load_checkpoint(
         f" loaded checkpoint {loaded.folder} in {time.perf_counter() - start:.2f} s"
         + ("" if loaded.optimizer else ", without optimizer state")
         + (f" ({', '.join(asked)})" if asked else "")
-        + (": each expert begins as a copy of its layer's MLP" if loaded.dense else "")
+        + (
+            ": each expert begins as a copy of its layer's MLP, or of a slice of it"
+            if loaded.dense
+            else ""
+        )
     )
     if settings.finetune or settings.reset_iteration or loaded.dense:
         return Progress()

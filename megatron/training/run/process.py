@@ -243,7 +243,7 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
         return EXIT_LOST_RANK if isinstance(error, LostRankError) else EXIT_USER_ERROR
     except KeyboardInterrupt:
         _tell_torchrun("interrupted")
-        print_error("interrupted; without --save nothing is saved", prefix=f"rank {who()}")
+        print_error("interrupted; nothing was saved at this point", prefix=f"rank {who()}")
         return EXIT_INTERRUPTED
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
