@@ -1,24 +1,25 @@
 #!/usr/bin/env python
-"""Convert checkpoints of Megatron, Megatron-DeepSpeed and Hugging Face, and to Hugging Face.
+"""Convert checkpoints from Megatron, Megatron-DeepSpeed and Hugging Face, or to Hugging Face.
 
     python tools/convert_checkpoint.py old/checkpoints new/checkpoints --vocab-size 50257
     python tools/convert_checkpoint.py old/checkpoints/global_step1000 --dry-run
     python tools/convert_checkpoint.py --from hf --to megatron models/llama runs/llama
     python tools/convert_checkpoint.py --from megatron --to hf runs/llama models/trained
 
-With --from megatron, SOURCE is global_stepN/ of DeepSpeed's engine (with or without pipeline, ZeRO
-stages 1 and 2) or iter_NNNNNNN/ of Megatron (torch or torch_dist), of any tensor- and
-pipeline-parallel size. The optimizer's state is converted if there is one. The result loads on any
-layout: pretrain_gpt.py --load new/checkpoints --use-checkpoint-args.
+With --from megatron, SOURCE is global_stepN/ of DeepSpeed's engine (with or without pipeline, up to
+ZeRO stage 2) or iter_NNNNNNN/ of Megatron (torch or torch_dist), of any tensor- and
+pipeline-parallel size, or a folder of these. Adam's state is converted; a note says if it is
+missing or cannot be used. The result loads on any layout: pretrain_gpt.py --load new/checkpoints
+--use-checkpoint-args.
 
-Flags of the model (pretrain_gpt.py --help), such as --vocab-size 50257 or --num-attention-heads 16,
-add settings that the checkpoint's own arguments lack, or override them. Nothing in the checkpoint's
-files is executed.
+Flags of pretrain_gpt.py, such as --vocab-size 50257 or --num-attention-heads 16, add settings that
+the checkpoint's own arguments lack, or override these arguments. Nothing in the checkpoint's files
+is executed.
 
-Hugging Face folders (docs/huggingface.md) are converted tensor by tensor: to this program's
-checkpoints, and from them or those of Megatron and DeepSpeed. If the tool is started on several
-processes (torchrun, srun), they share the tensors. --bf16, --fp16 or --no-bf16 choose the type of
-the tensors written for Hugging Face, by default that of the training.
+Hugging Face folders (docs/huggingface.md) are converted to this program's checkpoints. With --to
+hf, SOURCE may also be a checkpoint of this program. If the tool is started on several processes
+(torchrun, srun), they divide the tensors of such a conversion. --bf16, --fp16 or --no-bf16 choose
+the type of the tensors written for Hugging Face, by default that of the training.
 """
 
 from __future__ import annotations
@@ -52,13 +53,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__)
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint, or a folder of checkpoints")
     parser.add_argument(
-        "target", metavar="TARGET", nargs="?", help="folder for the result, for --load"
+        "target",
+        metavar="TARGET",
+        nargs="?",
+        help="folder for the result: a folder of checkpoints, or with --to hf of the model",
     )
     parser.add_argument(
         "--from",
         dest="source_format",
         choices=("megatron", "hf"),
-        help="format of SOURCE (default: hf if it has a config.json of Hugging Face)",
+        help="format of SOURCE (default: hf if SOURCE is a Hugging Face folder, else megatron)",
     )
     parser.add_argument(
         "--to",
@@ -68,7 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="format of TARGET (default: megatron, that of this program)",
     )
     parser.add_argument(
-        "--load-tag", metavar="NAME", help="folder in SOURCE or iteration (default: the last)"
+        "--load-tag",
+        metavar="NAME",
+        help="iteration or name of a folder in SOURCE (default: SOURCE itself, or the latest)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="read, check and describe SOURCE, but write nothing"
@@ -97,20 +103,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace a checkpoint of the same iteration in TARGET",
+        help="replace a checkpoint of the same iteration in TARGET; with --to hf, replace TARGET",
     )
     return parser
 
 
 def model_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Return settings from flags of pretrain_gpt.py. Raises ConfigError with all problems."""
+    """Return settings from flags of pretrain_gpt.py. Raises ConfigError, listing all problems."""
     scanned = scan(argv)
     problems = list(scanned.problems)
     settings = dict[str, Any]()
     for spelling, words in scanned.flags.items():
         flag = flag_table()[spelling]
         if flag.option is None:
-            problems.append(f"{spelling} is not a setting of a model")
+            problems.append(f"{spelling} is not a setting of pretrain_gpt.py")
         elif flag.value is None:
             try:
                 settings[flag.option.name] = flag.option.parse(words)
@@ -125,7 +131,7 @@ def model_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def rows_of(plan: Any) -> list[tuple[str, str]]:
-    """Return a description of the source, as names and values."""
+    """Return a description of the source and of the converted model, as names and values."""
     source = plan.source
     step = "none" if source.optimizer_step is None else f"Adam, step {source.optimizer_step}"
     if source.data_size is not None:
@@ -182,7 +188,7 @@ def show(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def show_progress(done: int, total: int) -> None:
-    """Show on a terminal how many parameters have been written."""
+    """Show on a terminal how many parameters are done."""
     if sys.stdout.isatty():
         end = "\n" if done == total else ""
         print(f"\r{done:,} of {total:,} parameters", end=end, flush=True)
@@ -194,7 +200,7 @@ def provenance() -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, settings: dict[str, Any]) -> None:
-    """Read, check, write. Raises MegatronError."""
+    """Convert a checkpoint of Megatron or DeepSpeed. Raises MegatronError."""
     from megatron.checkpoint.folder import folder_name
     from megatron_conversion.convert import (
         convert,
@@ -339,7 +345,7 @@ def main(argv: Sequence[str]) -> int:
         }
         for flag, is_given in unused.items():
             if is_given:
-                raise ConfigError(f"{flag} has no effect here: remove it")
+                raise ConfigError(f"{flag} has no effect in this conversion: remove it")
         return run_huggingface(args, settings, source == "hf")
     run(args, settings)
     return 0

@@ -65,9 +65,11 @@ class Plan:
 
 
 def find_source(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """Return the folder to read: DIRECTORY itself, the one its tracker file names, or `tag` in it.
+    """Return the folder of a foreign checkpoint.
 
-    Raises CheckpointError.
+    It is the folder `tag` in DIRECTORY. Without `tag` it is DIRECTORY itself, if a reader supports
+    it, otherwise the folder that the tracker file in DIRECTORY names. Raises CheckpointError if
+    there is no such folder, or if the tracker file is missing or damaged.
     """
     root = Path(directory)
     if not root.is_dir():
@@ -87,18 +89,20 @@ def find_source(directory: str | os.PathLike[str], tag: str | None = None) -> Pa
 
 
 def _tracked(root: Path) -> str:
-    """Return the folder that a tracker file names; DeepSpeed's tracker file takes precedence."""
+    """Return the folder's name in a tracker file; that of DeepSpeed takes precedence."""
     for name in ("latest", TRACKER):
         if (root / name).is_file():
             data = read_bytes(root / name, _TRACKER_LIMIT_BYTES, error=CheckpointError)
             text = data.decode(errors="replace").strip()
             if not text or "/" in text or len(text) > 200:
                 raise CheckpointError(
-                    f"{root / name} contains {text[:40]!r}, not the name of a folder: use --load-tag"
+                    f"{root / name} contains {text[:40]!r}, not the name of a folder: give the "
+                    "name with --load-tag"
                 )
             return tagged_name(text)
     raise CheckpointError(
-        f"{root} has no checkpoint and neither latest nor {TRACKER}: name a folder with --load-tag"
+        f"{root} is not a folder that can be converted, and has neither latest nor {TRACKER}: name "
+        "a folder in it with --load-tag"
     )
 
 
@@ -117,7 +121,11 @@ def reader_of(folder: Path) -> Callable[..., SourceCheckpoint] | None:
 def read_source(
     folder: Path, *, optimizer: bool = True, version: float | None = None, plain: Sequence[str] = ()
 ) -> SourceCheckpoint:
-    """Read a foreign checkpoint's folder; tensors stay in its files. Raises CheckpointError."""
+    """Read a foreign checkpoint's folder. Tensors stay in the files until they are converted.
+
+    Arguments are those of `read_deepspeed`. Raises CheckpointError if no reader supports the
+    folder, and the errors of the readers.
+    """
     if read := reader_of(folder):
         with layout_errors(folder):
             return read(folder, optimizer, version, plain)
@@ -139,12 +147,12 @@ def read_source(
 
 
 def plan_conversion(source: SourceCheckpoint, chosen: Mapping[str, Any]) -> Plan:
-    """Return the plan, after checking the source against the model that its settings describe.
+    """Return the plan, after checking the source against the model that the settings describe.
 
     chosen   the user's settings, which take precedence over the source's arguments
 
-    Raises CheckpointError for tensors that are missing, unknown or of another shape, and
-    ConfigError for invalid settings.
+    Raises CheckpointError for unsupported features of the model, for missing settings, and for
+    tensors that are missing, unknown or of another shape. Raises ConfigError for invalid settings.
     """
     with layout_errors(source.folder):
         settings = settings_of(source.arguments)
@@ -183,14 +191,18 @@ def plan_conversion(source: SourceCheckpoint, chosen: Mapping[str, Any]) -> Plan
 
 
 def _padded_vocab_size(source: SourceCheckpoint) -> int:
-    """Return the padded size of the vocabulary."""
+    """Return the number of rows of the embedding: the size of the vocabulary, with padding."""
     return sum(len(shard.weight) for shard in source.parameters[WORD_EMBEDDINGS])
 
 
 def _completed(
     settings: dict[str, Any], source: SourceCheckpoint, chosen: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Fill in missing settings from the names and shapes of the tensors."""
+    """Return the settings, completed from the tensors if the source has no arguments.
+
+    Raises CheckpointError if the source has arguments, but neither these nor the user specify the
+    size of the vocabulary.
+    """
     parameters = source.parameters
     if not source.arguments:
         inferred: dict[str, Any] = {
@@ -213,8 +225,8 @@ def _completed(
     ):
         raise CheckpointError(
             f"{source.folder} does not contain the size of the vocabulary without padding: give "
-            "--vocab-size with the number of entries of its tokenizer (at most "
-            f"{_padded_vocab_size(source)}, its padded size)"
+            "--vocab-size with the number of entries of the tokenizer (at most "
+            f"{_padded_vocab_size(source)}, the size with padding)"
         )
     return settings
 
@@ -226,7 +238,7 @@ def _check_names(source: SourceCheckpoint, shapes: Mapping[str, Any]) -> None:
     if problems := [f"{what} {named(names)}" for what, names in lists if names]:
         hint = " (--untie-embeddings-and-output-weights?)" if OUTPUT_LAYER in unknown else ""
         raise CheckpointError(
-            f"{source.folder} does not have the parameters that these settings call for: "
+            f"{source.folder} has other parameters than a model with these settings: "
             f"{'; '.join(problems)}{hint}"
         )
 
@@ -240,10 +252,10 @@ def convert(
     """Write the checkpoint to DIRECTORY, tensor by tensor, and return its folder.
 
     provenance   recorded in the checkpoint, together with the source's kind, folder and layout
-    progress     called with (parameters written, all parameters)
+    progress     called with (parameters written, number of all parameters)
 
-    Raises CheckpointError if the optimizer's masters do not match the weights, or if the checkpoint
-    cannot be written.
+    Raises CheckpointError if the source is damaged, if values are not finite, if a master does not
+    round to its weight, or if the checkpoint cannot be written.
     """
     source = plan.source
     state = dict(source.counters)
@@ -279,7 +291,7 @@ def convert(
 
 
 def _tensors(plan: Plan, progress: Callable[[int, int], None]) -> Iterator[TensorShard]:
-    """Yield the shards of fp32 tensors, one tensor after another, without keeping them."""
+    """Yield the shards of the fp32 tensors. One full tensor is made at a time."""
     for done, name in enumerate(plan.shapes, 1):
         shards = plan.source.parameters[name]
         if is_replicated(name) and any(
@@ -292,7 +304,10 @@ def _tensors(plan: Plan, progress: Callable[[int, int], None]) -> Iterator[Tenso
 
 
 def whole_tensor(plan: Plan, kind: str, name: str) -> torch.Tensor:
-    """Return a full parameter, or its optimizer state, in fp32. Raises CheckpointError."""
+    """Return a full tensor of a kind (KINDS) of a parameter, in fp32. Raises CheckpointError.
+
+    Without optimizer state, it is the parameter itself.
+    """
     with layout_errors(plan.source.folder):
         values = [_value(plan, name, shard, kind) for shard in plan.source.parameters[name]]
         tensor = merge(name, values, plan.rules)
@@ -301,15 +316,18 @@ def whole_tensor(plan: Plan, kind: str, name: str) -> torch.Tensor:
 
 
 def _value(plan: Plan, name: str, shard: ParameterShard, kind: str) -> torch.Tensor:
-    """Return a shard's values in fp32; a master must round to the model's weight."""
+    """Return a shard's values of a kind in fp32; without optimizer state, those of the weight.
+
+    Raises CheckpointError if a master does not round to the weight.
+    """
     load = shard.load or (lambda: shard.weight)
     if shard.state is None or not plan.optimizer:
         return load().float()
     value = shard.state(kind).detach().float()
     if kind == "master" and not torch.equal(value.to(shard.weight.dtype), load()):
         raise CheckpointError(
-            f"{plan.source.folder}: the optimizer's fp32 {name} does not round to the model's: "
-            "the files are from different steps or layouts. If the weights are the right ones, "
+            f"{plan.source.folder}: the optimizer's fp32 {name} does not round to the weight: the "
+            "files are from different steps or layouts. If the weights are the right ones, "
             "convert without the optimizer (--no-optim)"
         )
     return value

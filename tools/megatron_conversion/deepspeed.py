@@ -11,8 +11,8 @@
 
 Shards of ZeRO stages 1 and 2 are supported. The parameters of a group are concatenated into one
 flat array, which is partitioned over the data-parallel ranks. Each shard maps parameters to ranges
-of its partition (param_slice_mappings); older ones only have the shapes of the parameters
-(param_shapes).
+of its partition (param_slice_mappings). Older shards do not: there the ranges follow from the
+shapes of the parameters in mp_rank_NN_model_states.pt (param_shapes).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Weights = list[dict[str, tuple[torch.Tensor, str]]]
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Return whether DeepSpeed's engine wrote this folder."""
+    """Return whether DeepSpeed's engine wrote this folder, at a ZeRO stage up to 2."""
     return any(_MODEL.match(path.name) for path in folder.iterdir())
 
 
@@ -57,11 +57,11 @@ def read_deepspeed(
     """Read a folder that DeepSpeed's engine wrote.
 
     optimizer   whether to read the optimizer's state
-    version     checkpoint_version that overrides the one in the files
+    version     checkpoint_version to use instead of the one in the files
     plain       see unpickle.load_file
 
     Raises CheckpointError for a model with experts, and for files that are missing, damaged or from
-    another checkpoint, which it names.
+    another checkpoint.
     """
     listed = sorted(folder.iterdir())
     experts = [path.name for path in listed if "_expert_" in path.name]
@@ -121,7 +121,10 @@ def read_deepspeed(
 def _modules(
     states: Mapping[Path, Mapping[str, Any]],
 ) -> tuple[Weights, Callable[[str], str | None]]:
-    """Return a non-pipeline checkpoint's weights, and the translator of its optimizer's names."""
+    """Return the weights, and a function that translates the names in the optimizer's shards.
+
+    For checkpoints without pipeline. Raises CheckpointError if a file has no weights.
+    """
     # The optimizer uses the first of the two names of a shared tensor; we use the embedding's.
     shared = attributes(next(iter(states.values())).get("shared_params"))
     tied = {
@@ -155,7 +158,10 @@ def _modules(
 def _layers(
     folder: Path, layer_files: Mapping[int, Mapping[int, Path]], tensor: int, plain: Sequence[str]
 ) -> tuple[Weights, Callable[[str], str | None]]:
-    """Return a pipeline checkpoint's weights, and the translator of its optimizer's names."""
+    """Return the weights, and a function that translates the names in the optimizer's shards.
+
+    For checkpoints with pipeline. Raises CheckpointError if a layer's file is missing or damaged.
+    """
     for files in layer_files.values():
         if sorted(files) != list(range(tensor)):
             example = re.sub(r"model_\d+-", "model_NN-", next(iter(files.values())).name)
@@ -184,10 +190,11 @@ def _shards(
     translate: Callable[[str], str | None],
     plain: Sequence[str],
 ) -> list[tuple[ZeroShards, dict[str, str]]]:
-    """Return each model-parallel rank's optimizer shards, with {our name: name in them}.
+    """Return each model-parallel rank's optimizer shards, with {our name: name in the shards}.
 
     The result is empty, with a note in `source`, if there are no shards or the optimizer is not
-    Adam. Otherwise the source gets the optimizer's step, its loss scale and the data-parallel size.
+    Adam. Otherwise the source gets the optimizer's step, the state of a dynamic loss scale and the
+    data-parallel size. Raises CheckpointError if a rank has no shards, or if steps differ.
     """
     files = shards_in(source.folder)
     if not files:
@@ -240,7 +247,12 @@ def _state(
     name: str,
     weight: torch.Tensor,
 ) -> Callable[[str], torch.Tensor]:
-    """Return a reader of a shard's optimizer state, from the first stage that has `name`."""
+    """Return a function that returns the optimizer state of `name` on a tensor rank, by kind.
+
+    stages   optimizer shards of the rank's pipeline stages; the first stage with `name` is used
+
+    Raises CheckpointError if no stage has `name`.
+    """
     for shards, names in stages:
         if name in names:
             return partial(shards.tensor, name=names[name], shape=tuple(weight.shape))
@@ -252,7 +264,7 @@ def _state(
 def shards_in(folder: Path) -> dict[int, dict[int, Path]]:
     """Return {model-parallel rank: {data-parallel rank: file}}.
 
-    Raises CheckpointError if a rank has two files.
+    Raises CheckpointError if a rank has two files, which differ in the prefix (bf16_, fp16_).
     """
     files: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.iterdir()):
@@ -282,9 +294,11 @@ class ZeroShards:
 
     files        the shards' files, in order of data-parallel rank
     step         Adam's step count; None if the shards have none
-    is_adam      whether it has both of Adam's moments
+    is_adam      whether the shards have a step count and both of Adam's moments
     loss_scaler  attributes of DeepSpeed's loss scaler; empty if there is none
-    names        names of the parameters in the module
+    names        names of the parameters in DeepSpeed's module
+
+    Raises CheckpointError for shards that are missing, damaged or of different steps.
     """
 
     def __init__(
@@ -339,7 +353,8 @@ class ZeroShards:
     def tensor(self, kind: str, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Return the fp32 master, exp_avg or exp_avg_sq of a parameter of a given shape.
 
-        Raises CheckpointError if the shards do not have that number of elements of it.
+        Raises CheckpointError if the shards have another number of elements of the parameter, or
+        if a file ends within the parameter.
         """
         slices = self._slices[name]
         numel = sum(s.numel for s in slices)
@@ -360,7 +375,7 @@ class ZeroShards:
 
 
 def _partition(state: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
-    """Return a shard's flat tensors by group: {"master": ..., "exp_avg": ..., "exp_avg_sq": ...}."""
+    """Return the flat tensors of a shard's groups, by kind: "master" and the moments it has."""
     masters = state["single_partition_of_fp32_groups"]
     base = state["base_optimizer_state"]
     # A plain torch state dict; in DeepSpeed's elastic checkpoints, a list of the groups' states.
@@ -375,7 +390,7 @@ def _partition(state: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
 
 
 def _step(state: Mapping[str, Any]) -> int | None:
-    """Return Adam's step count, which optimizers store per tensor or per group."""
+    """Return Adam's step count, which optimizers store per tensor or per group; None if absent."""
     base = state["base_optimizer_state"]
     entries = base if isinstance(base, list) else [*base["state"].values(), *base["param_groups"]]
     for entry in (*entries, {"step": state.get("base_optimizer_state_step")}):
@@ -407,12 +422,15 @@ def _concatenated_slices(
 ) -> dict[str, list[_Slice]]:
     """Return the slices of parameters that are concatenated in the order of `param_shapes`.
 
-    param_shapes   {name: shape} for each group; a single group may be without a list
+    param_shapes   a list with {name: shape} for each group, or one such dict for a single group
+
+    Raises CheckpointError if `param_shapes` is empty or None.
     """
     if not param_shapes:
         raise CheckpointError(
-            "the ZeRO shards do not contain the positions of parameters (neither "
-            "param_slice_mappings nor param_shapes): convert without the optimizer (--no-optim)"
+            "the positions of parameters in the ZeRO shards are unknown (neither "
+            "param_slice_mappings nor param_shapes is present): convert without the optimizer "
+            "(--no-optim)"
         )
     slices: dict[str, list[_Slice]] = {}
     for group, shapes in enumerate(

@@ -1,4 +1,4 @@
-"""Conversion between Hugging Face folders and checkpoints, tensor by tensor.
+"""Conversion from and to Hugging Face folders, tensor by tensor.
 
 Both directions divide the work among all processes, whatever the layout of the training.
 """
@@ -58,7 +58,7 @@ from megatron_conversion.convert import (
 from megatron_conversion.write import TensorShard, rows_of_shards, write_offline
 
 BESIDE = "huggingface"
-"""Folder beside a converted checkpoint with the files of the tokenizer and config.json."""
+"""Folder beside a converted checkpoint, with config.json and the files of the tokenizer."""
 _PRECISIONS = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -111,7 +111,8 @@ def read_folder(folder: Path, chosen: Mapping[str, Any]) -> Incoming:
 
     chosen   settings to add, or to use instead of the folder's
 
-    Raises CheckpointError and ConfigError.
+    Raises CheckpointError for files that are damaged or not supported, and ConfigError for invalid
+    settings.
     """
     kind, model = read_model(folder)
     settings = _known(plain(model))
@@ -133,12 +134,13 @@ def to_checkpoint(
 ) -> Path:
     """Write the checkpoint DIRECTORY/iter_0000000 of a model, and return its folder.
 
-    Files of the tokenizer, if there are any, are copied to DIRECTORY/huggingface.
+    config.json, and files of the tokenizer if there are any, are copied to DIRECTORY/huggingface.
 
-    progress   called with (parameters written by this process, all of its parameters)
+    progress   called with (parameters written by this process, number of its parameters)
 
-    All processes must call it. If the checkpoint cannot be written, CheckpointError is raised on
-    all of them and nothing has changed.
+    All processes must call it. Raises CheckpointError on all of them if files exist without
+    `overwrite` or cannot be written. Nothing has changed then, unless the checkpoint was complete
+    and only DIRECTORY/huggingface could not get its name.
     """
     beside = directory.absolute() / BESIDE
 
@@ -183,7 +185,7 @@ def prefetched(items: Iterator[T]) -> Iterator[T]:
 
 
 def _with_tokenizer(incoming: Incoming, beside: Path) -> Config:
-    """Return the configuration with the tokenizer that is copied, unless another is chosen."""
+    """Return the configuration with the tokenizer in `beside`, unless another one is chosen."""
     config = incoming.config
     if config.tokenizer.tokenizer_type is not None:
         return config
@@ -200,7 +202,8 @@ def _masters(
     family = FAMILIES[incoming.kind]
     read = SafetensorsReader(incoming.folder, incoming.locations)
     local_names = list(incoming.shapes)[topology.rank :: topology.world.size]
-    # One buffer is written while the other is filled. New memory would take longer.
+    # One buffer is written to disk while the other is filled. Allocating memory for every shard
+    # would take longer.
     buffers = [torch.empty(0), torch.empty(0)]
     for done, name in enumerate(local_names, 1):
         shape = incoming.shapes[name]
@@ -225,8 +228,8 @@ def read_checkpoint(
     chosen   settings to replace, such as the path of a tokenizer that was moved
     kind     MASTER: the weights; AVERAGE: their average
 
-    Raises CheckpointError if the checkpoint is damaged or lacks parameters, and ConfigError for
-    invalid settings.
+    Raises CheckpointError if the checkpoint is missing, damaged, or lacks parameters or their
+    average. Raises ConfigError for invalid settings.
     """
     checkpoint = open_checkpoint(find_folder(directory, tag))
     sections = ("model", "tokenizer", "precision")
@@ -246,7 +249,7 @@ def read_checkpoint(
         raise CheckpointError(
             f"{checkpoint.folder} does not have the parameters of its model: {named(wrong)}"
         )
-    # muP's factors are multiplied in fp32.
+    # None: in fp32, in which muP's factors are multiplied
     dtype = None if config.model.use_mup else getattr(torch, config.precision.dtype_name)
     load = partial(_parameter, checkpoint.folder, stored, kind, dtype)
     return Outgoing(checkpoint.folder, config, shapes, load)
@@ -259,7 +262,7 @@ def _parameter(
 
 
 def foreign_folder(directory: Path, tag: str | None) -> Path | None:
-    """Return the checkpoint of Megatron or DeepSpeed in a folder; None if it is not one."""
+    """Return the folder of a checkpoint of Megatron or DeepSpeed; None if there is none."""
     with suppress(CheckpointError):
         folder = find_source(directory, tag)
         if reader_of(folder):
@@ -297,7 +300,7 @@ def to_huggingface(
 
     companions  files and settings to write beside the tensors
     overwrite   replace a folder that exists
-    progress    called with (parameters loaded by this process, all parameters)
+    progress    called with (parameters loaded by this process, number of all parameters)
 
     All processes must call it. Errors are those of `write_model`.
     """
@@ -335,7 +338,7 @@ def to_huggingface(
 
 
 def put_in_place(temporary: Path, folder: Path) -> None:
-    """Give a complete folder its final name, in place of an older one. Raises OSError."""
+    """Give a complete folder its final name; replace an older folder. Raises OSError."""
     sync_directory(temporary)
     old = temporary.with_suffix(".old")
     if folder.exists():

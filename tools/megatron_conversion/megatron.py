@@ -1,4 +1,4 @@
-"""Reader of checkpoints of Megatron: iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt.
+"""Reader of Megatron's torch format: iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt.
 
 A rank's file holds arguments, weights (`model`, or `model0`, `model1`, ... with virtual stages) and
 the optimizer's state. That state has no parameter names: its tensors are in the order of the
@@ -32,20 +32,24 @@ _RANK = re.compile(r"^mp_rank_(\d+)(?:_(\d+))?$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 Models = list[dict[str, torch.Tensor]]
-"""Weights of a rank's virtual stages, in order."""
+"""Weights of a rank's virtual stages, in order, by the names in its file."""
 State = dict[tuple[int, str], Callable[[str], torch.Tensor]]
-"""By virtual stage and name, the function that returns a parameter's optimizer state of a kind."""
+"""Optimizer state by (virtual stage, name in the file): a function that returns a kind of it."""
 
 
 def is_megatron(folder: Path) -> bool:
-    """Return whether Megatron wrote this folder."""
+    """Return whether Megatron wrote this folder in its torch format."""
     return any(_RANK.match(path.name) and (path / FILE).is_file() for path in folder.iterdir())
 
 
 def read_megatron(
     folder: Path, optimizer: bool, version: float | None = None, plain: Sequence[str] = ()
 ) -> SourceCheckpoint:
-    """Read a folder that Megatron wrote; arguments and errors are those of read_deepspeed."""
+    """Read a folder that Megatron wrote in its torch format.
+
+    Arguments are those of `read_deepspeed`. Raises CheckpointError for files that are missing,
+    damaged or from another checkpoint.
+    """
     files = {
         (int(match[1]), int(match[2] or 0)): path / FILE
         for path in sorted(folder.iterdir())
@@ -89,14 +93,17 @@ def _models(state: Mapping[str, Any]) -> Models:
     )
     keys = ["model"] if "model" in state else numbered
     if not keys or not all(isinstance(state[key], Mapping) for key in keys):
-        raise CheckpointError(f"a {FILE} has no weights under 'model': did Megatron write it?")
+        raise CheckpointError(
+            f"a {FILE} has no weights under 'model' or 'model0': did Megatron write it?"
+        )
     return [flatten(state[key]) for key in keys]
 
 
 def _chunks(models: Sequence[Models]) -> list[tuple[int, int, dict[str, str]]]:
-    """Return (pipeline rank, virtual stage, {name in the file: our name}) in order of the model.
+    """Return a list of (pipeline rank, virtual stage, {name in the file: our name}).
 
-    Every virtual stage numbers its layers from 0; our names number them through the whole model.
+    The list is in the order of the model. The files number the layers of every virtual stage from
+    0; our names number them through the whole model.
     """
     if len({len(chunks) for chunks in models}) > 1:
         raise CheckpointError(
@@ -118,7 +125,7 @@ def _chunks(models: Sequence[Models]) -> list[tuple[int, int, dict[str, str]]]:
 
 
 class _Unusable(Exception):
-    """Reason why the optimizer's state cannot be read."""
+    """Reason why the optimizer's state cannot be used."""
 
 
 def _optimizers(
@@ -126,7 +133,11 @@ def _optimizers(
     states: Mapping[tuple[int, int], dict[str, Any]],
     models: Mapping[tuple[int, int], Models],
 ) -> dict[tuple[int, int], State]:
-    """Return the optimizer's state of each rank; empty, with a note, if it cannot be read."""
+    """Return the optimizer's state of each rank; empty, with a note, if it cannot be used.
+
+    The source gets the optimizer's step and the state of its loss scale. Raises CheckpointError if
+    the ranks' steps differ.
+    """
     try:
         by_rank = {rank: _optimizer(state, models[rank]) for rank, state in states.items()}
     except _Unusable as why:
@@ -141,7 +152,7 @@ def _optimizers(
 
 
 def take_loss_scale(source: SourceCheckpoint, optimizer: Any) -> None:
-    """Copy the state of the loss scale from Megatron's optimizer to a source."""
+    """Copy the state of a dynamic loss scale, if any, from Megatron's optimizer to a source."""
     scaler = attributes(attributes(optimizer).get("grad_scaler"))
     if "scale" in scaler and "growth_tracker" in scaler:
         source.loss_scale = {
@@ -153,7 +164,7 @@ def take_loss_scale(source: SourceCheckpoint, optimizer: Any) -> None:
 
 
 def _optimizer(state: Mapping[str, Any], models: Models) -> tuple[State, int]:
-    """Return (state by parameter, Adam's step count) of one rank. Raises _Unusable."""
+    """Return (optimizer state by parameter, Adam's step count) of one rank. Raises _Unusable."""
     optimizer = state.get("optimizer")
     if not isinstance(optimizer, Mapping):
         raise _Unusable("it has no optimizer state")
@@ -161,7 +172,8 @@ def _optimizer(state: Mapping[str, Any], models: Models) -> tuple[State, int]:
     entries = (base.get("state"), base.get("param_groups")) if isinstance(base, Mapping) else ()
     if [type(entry) for entry in entries] != [dict, list]:
         raise _Unusable(
-            "its optimizer's state is not in this file (--use-distributed-optimizer) or not Adam's"
+            "its optimizer's state is not in model_optim_rng.pt (--use-distributed-optimizer), or "
+            "is not Adam's"
         )
     moments = base["state"]
     groups = base["param_groups"]

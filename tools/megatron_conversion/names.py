@@ -40,7 +40,8 @@ _EXACT = {
     "output_weight": OUTPUT_LAYER,
     "lm_head.weight": OUTPUT_LAYER,
 }
-# Megatron core's names of a layer's modules; TransformerEngine fuses the norms into linear layers.
+# Names of a layer's modules in Megatron core, where TransformerEngine fuses the norms into linear
+# layers; the last one is Megatron's older name.
 _CORE = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
@@ -65,11 +66,12 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tens
 
 
 def ours(name: str, first_layer: int = 0) -> str | None:
-    """Return our name for a foreign one; None if the entry is not a parameter.
+    """Return our name for a foreign one; None for entries to ignore, such as buffers.
 
     first_layer   our number of layer 0 in the foreign names
 
-    An unknown name is returned unchanged; `convert` rejects names that the model does not have.
+    Of an unknown name, only prefixes are translated; `plan_conversion` rejects names that the model
+    does not have.
 
     >>> ours("language_model.encoder.layers.1.self_attention.dense.weight", first_layer=2)
     'layers.3.self_attention.dense.weight'
@@ -91,8 +93,8 @@ def ours(name: str, first_layer: int = 0) -> str | None:
 class PipelineNames:
     """Names of parameters in the numbered layers of DeepSpeed's pipeline.
 
-    layers   names of the parameters in each layer's file, by the layer's number; they show which
-             kind of layer it is
+    layers   names of the parameters in each layer's file, by the layer's number. The names show
+             the kind of the layer
     """
 
     def __init__(self, layers: Mapping[int, Iterable[str]]) -> None:
@@ -108,14 +110,14 @@ class PipelineNames:
                 count += 1
 
     def in_file(self, number: int, name: str) -> str | None:
-        """Return our name for a name in a layer's file; None if it is not a parameter."""
+        """Return our name for a name in a layer's file; None for entries to ignore."""
         return ours(self._prefixes[number] + name)
 
     def in_module(self, name: str) -> str | None:
-        """Return our name for one in the module, as in_file.
+        """Return our name for a name in DeepSpeed's module; None for entries to ignore.
 
-        It is like 3.input_layernorm.weight, or tied_modules.embed.NAME. Raises CheckpointError if
-        the numbered layer has no file.
+        Names in the module are like 3.input_layernorm.weight, or tied_modules.embed.NAME. Raises
+        CheckpointError if the numbered layer has no file.
         """
         if tied := re.match(r"^tied_modules\.[^.]+\.(.+)$", name):
             return ours(tied[1])
@@ -137,7 +139,7 @@ class NameRules:
     version      Megatron's checkpoint_version, which determines the row order of query_key_value
     head_dim     width of an attention head
     vocab_size   size of the vocabulary, without padding
-    swiglu       whether dense_h_to_4h holds gate and value
+    swiglu       whether dense_h_to_4h holds gate and value, as in SwiGLU
     """
 
     version: float
@@ -161,8 +163,8 @@ def merge(name: str, shards: Sequence[torch.Tensor], rules: NameRules) -> torch.
 
     shards   in order of tensor rank; if the parameter is replicated, the first one is returned
 
-    Raises CheckpointError if their shapes are inconsistent, or if the vocabulary has more entries
-    than the embedding has rows.
+    Raises CheckpointError if the shapes of the shards are inconsistent, or if the vocabulary has
+    more entries than the embedding or the output layer has rows.
     """
     try:
         if is_replicated(name):
@@ -192,10 +194,10 @@ def merge(name: str, shards: Sequence[torch.Tensor], rules: NameRules) -> torch.
 
 
 def _ordered(shard: torch.Tensor, rules: NameRules) -> torch.Tensor:
-    """Reorder one rank's query_key_value to [head][query, key, value][head dimension].
+    """Return one rank's query_key_value as [head][query, key, value][head dimension].
 
-    Version 0 has [query, key, value][head][head dimension], version 1.0 [head][head
-    dimension][query, key, value].
+    The rows are [query, key, value][head][head dimension] in version 0, and
+    [head][head dimension][query, key, value] in version 1.0. From 2.0 on they are not reordered.
     """
     if rules.version >= 2.0:
         return shard

@@ -1,4 +1,4 @@
-"""A foreign checkpoint as its reader returns it, and our settings from Megatron's arguments."""
+"""A foreign checkpoint as a reader returns it, and our settings from Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ _READ_SEPARATELY = (
 class ParameterShard:
     """Shard of a parameter on one tensor-parallel rank.
 
-    weight   in the model's dtype; on the meta device if `load` returns its values
+    weight   shard in the model's dtype; on the meta device if only `load` returns its values
     state    returns "master", "exp_avg" or "exp_avg_sq", of the weight's shape; None without
              optimizer state
-    load     returns the weight from its file; None if `weight` has its values
+    load     returns the shard from its file; None if `weight` has the values
     """
 
     weight: torch.Tensor
@@ -110,21 +110,21 @@ class ParameterShard:
 
 @dataclass
 class SourceCheckpoint:
-    """Foreign checkpoint. Tensors stay in its files until they are read.
+    """Foreign checkpoint. Tensors stay in the files until they are converted.
 
-    kind             name of the program that wrote it
-    folder           folder with its files
+    kind             "Megatron", or "DeepSpeed" with its version and ", pipeline" if it was used
+    folder           folder with the files
     iteration        completed iterations
-    arguments        training arguments, by Megatron's names; empty if it has none
+    arguments        training arguments, by Megatron's names; empty if the files have none
     version          Megatron's checkpoint_version
     tensor_size      tensor-parallel size of the job that wrote it
     pipeline_size    pipeline-parallel size of that job
-    files            all files that were read
+    files            files that the conversion reads
     parameters       shards of each parameter in order of tensor rank, by our names
     counters         consumed samples and the like, by their names in our state
     optimizer_step   Adam's step count; None without optimizer state
-    loss_scale       state of a dynamic loss scale
-    data_size        number of data-parallel ranks whose shards were found
+    loss_scale       state of a dynamic loss scale; None without one
+    data_size        number of data-parallel ranks with optimizer shards; None except for DeepSpeed
     notes            remarks for the user
     """
 
@@ -152,10 +152,10 @@ def source_of(
     tensor: int,
     pipeline: int,
 ) -> SourceCheckpoint:
-    """Return a source with the arguments and counters in the model-parallel ranks' files.
+    """Return a source with the arguments and counters of the first rank, without parameters.
 
-    `states` has the content of each file, in order of ranks. Raises CheckpointError if their
-    iterations differ.
+    `states` has the content of each model-parallel rank's file, in order of ranks. Raises
+    CheckpointError if the files' iterations differ, or if a file has none.
     """
     first = next(iter(states.values()))
     arguments = attributes(first.get("args"))
@@ -177,8 +177,9 @@ def source_of(
         kind, folder, iteration, arguments, float(version), tensor, pipeline, list(states)
     )
     if not arguments:
-        source.notes.append("it has no Megatron arguments: settings come from the command line")
-    # Megatron's scheduler counts only samples of steps that were not skipped.
+        source.notes.append(
+            "it has no Megatron arguments: settings come from the tensors and the command line"
+        )
     sequence = int(arguments.get("seq_length") or 0)
     samples = int(arguments.get("consumed_train_samples") or first.get("global_samples") or 0)
     tokens = first.get("tokens") or arguments.get("consumed_train_tokens") or samples * sequence
@@ -186,6 +187,7 @@ def source_of(
     scheduled = attributes(first.get("opt_param_scheduler") or first.get("lr_scheduler")).get(
         "num_steps"
     )
+    # Megatron's scheduler counts only samples of steps that were not skipped.
     if not isinstance(scheduled, int):
         scheduled = samples * (iteration - skipped) // iteration if iteration else samples
     source.counters = {
@@ -222,7 +224,7 @@ def check_ranks(
 
 
 def aligned(folder: Path, each: Sequence[Mapping[str, T]]) -> dict[str, list[T]]:
-    """Return the tensor ranks' values by parameter.
+    """Return {parameter: the tensor ranks' values} from each rank's {parameter: value}.
 
     Raises CheckpointError if the ranks have different parameters.
     """
@@ -255,7 +257,7 @@ def layout_errors(folder: Path) -> Iterator[None]:
 
 
 def _unread(name: str, value: Any, arguments: Mapping[str, Any]) -> bool:
-    """Return whether an argument changes the model but is not read here."""
+    """Return whether an argument changes the model, but `settings_of` does not read it."""
     is_architecture = name in ARCHITECTURE and name not in _MODEL
     if is_architecture and not name.startswith(_READ_SEPARATELY):
         return value is not None and value != all_options()[name].default
@@ -263,9 +265,9 @@ def _unread(name: str, value: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate Megatron's arguments, as far as present, to our settings by flat name.
+    """Return our settings, by name, from those of Megatron's arguments that are present.
 
-    Raises CheckpointError that names features of the model that are not supported.
+    Raises CheckpointError, naming the features of the model that are not supported.
     """
     unsupported = [
         f"{name}={arguments[name]!r}"
@@ -333,8 +335,9 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def configure(settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[Config, list[str]]:
     """Return (configuration, notes) from the checkpoint's settings, overridden by `chosen`.
 
-    If only the checkpoint's settings of the training are invalid, they are dropped, with a note.
-    Raises CheckpointError that names missing settings, and ConfigError for other invalid ones.
+    If only the checkpoint's settings of the training are invalid, all of these are dropped, with a
+    note. Raises CheckpointError, naming the flags of missing settings, and ConfigError if settings
+    of the model or of the user are invalid.
     """
     values = {**settings, **chosen}
     needed = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
@@ -342,8 +345,7 @@ def configure(settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[C
     if missing:
         raise CheckpointError(
             f"the checkpoint does not contain {', '.join(missing)}: add these flags with the "
-            "values that it was trained with (the vocabulary as its tokenizer has it, without "
-            "padding)"
+            "values of the training (--vocab-size as the tokenizer has it, without padding)"
         )
     try:
         return Config.create(**values), []
@@ -353,5 +355,5 @@ def configure(settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[C
         )
         problems = " ".join(str(error).split())
         return config, [
-            f"only the settings of its model are used, not those of its training: {problems}"
+            f"its settings of the training are not used, as some are invalid here: {problems}"
         ]

@@ -2,8 +2,8 @@
 
 Megatron core writes it with torch.distributed.checkpoint, as shards of global tensors, so the
 layout of the writer does not matter. Each layer has its own tensors, or is an index into the first
-dimension of a tensor of all layers. .metadata, a pickle, lists the shards; its classes are read as
-Records. The tensors of an optimizer are used if they have the names and shapes of the parameters.
+dimension of a tensor of all layers. .metadata, a pickle, lists the shards; its objects are read as
+Records. The tensors of Adam are used if they have the names and shapes of the parameters.
 """
 
 from __future__ import annotations
@@ -42,21 +42,24 @@ _METADATA_LIMIT_BYTES = 1 << 30
 
 
 class _Location(NamedTuple):
-    """Location of a parameter: the entire tensor `key`, or one layer of it."""
+    """Location of a parameter or a half of it: the entire tensor `key`, or one layer of it."""
 
     key: str
     layer: int | None
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Return whether Megatron core wrote this folder."""
+    """Return whether Megatron core wrote this folder, in torch_dist or another sharded format."""
     return (folder / BACKENDS).is_file()
 
 
 def read_torch_dist(
     folder: Path, optimizer: bool, version: float | None = None, plain: Sequence[str] = ()
 ) -> SourceCheckpoint:
-    """Read a folder in torch_dist format; arguments and errors are those of read_deepspeed."""
+    """Read a folder in torch_dist format. Arguments are those of `read_deepspeed`.
+
+    Raises CheckpointError for another format, and for files that are missing or damaged.
+    """
     backend = read_json(folder / BACKENDS, _JSON_LIMIT_BYTES, error=CheckpointError)
     if backend.get("sharded_backend") != "torch_dist":
         raise CheckpointError(
@@ -87,7 +90,7 @@ def read_torch_dist(
     source.files += [folder / METADATA, *_data_files(folder, stored)]
     for name, locations in weights.items():
         dtype = getattr(torch, stored[locations[0].key]["dtype"])
-        # without masters, the weights are in fp32
+        # if the optimizer has no masters, the weights themselves are the masters
         kinds = {"master": locations, **{kind: by_name[name] for kind, by_name in state.items()}}
         source.parameters[name] = [
             ParameterShard(
@@ -105,7 +108,11 @@ def _optimizer(
     entries: Mapping[str, Any],
     weights: Mapping[str, list[_Location]],
 ) -> dict[str, dict[str, list[_Location]]]:
-    """Locate the optimizer's state, by kind and parameter; empty, with a note, if it is unusable."""
+    """Return the location of the optimizer's state, by kind and parameter.
+
+    It is empty, with a note, if the state cannot be used. Otherwise the source gets the optimizer's
+    step and the state of its loss scale.
+    """
     keys: dict[str, list[str]] = {}
     for key in entries:
         if match := _STATE.match(key):
@@ -139,7 +146,7 @@ def _optimizer(
 
 
 def _steps(value: Any, depth: int = 8) -> Iterator[int]:
-    """Yield Adam's step counts in the common state of an optimizer, or of several."""
+    """Yield Adam's step counts in the state of one optimizer or several, as common.pt has it."""
     entries = value.items() if isinstance(value, dict) else ()
     for name, item in entries:
         if name in ("step", "common_step"):
@@ -154,9 +161,11 @@ def _steps(value: Any, depth: int = 8) -> Iterator[int]:
 def _locations(
     entries: Mapping[str, Any], keys: Sequence[str], prefix: str | re.Pattern[str]
 ) -> dict[str, list[_Location]]:
-    """Locate each parameter, by our names: in one tensor, or gate and value in two.
+    """Return the locations of each parameter by our names: one, or those of gate and value.
 
-    prefix   to remove from the keys
+    prefix   pattern to remove from the keys
+
+    Raises CheckpointError if a parameter is stored twice, or if one of its halves is missing.
     """
     locations: dict[str, dict[str, _Location]] = {}
     for key in keys:
@@ -168,7 +177,7 @@ def _locations(
         if stacked := _STACKED.match(name):
             layers = entries[key]["shape"][0]
             if not 0 < layers <= _LAYERS_LIMIT:
-                raise CheckpointError(f"{key} has {layers} layers")
+                raise CheckpointError(f"{key} has {layers} layers, which cannot be right")
             names = {f"{stacked[1]}{i}.{stacked[2]}": i for i in range(layers)}
         for layer_name, layer in names.items():
             if our_name := ours(layer_name):
@@ -179,7 +188,7 @@ def _locations(
                 locations[our_name][half] = _Location(key, layer)
     for our_name, halves in locations.items():
         if set(halves) not in ({""}, {"w", "v"}):
-            raise CheckpointError(f"{our_name} lacks a half, or is also stored unsplit")
+            raise CheckpointError(f"{our_name} lacks its gate or value, or is also stored unsplit")
     return {
         our_name: [halves[half] for half in ("", "w", "v") if half in halves]
         for our_name, halves in locations.items()
@@ -213,7 +222,7 @@ def _read_kind(
 
 
 def _entry(folder: Path, key: str, value: Any) -> Stored:
-    """Return a tensor's entry after checking it. Raises CheckpointError."""
+    """Return a tensor's entry in .metadata after checking it. Raises CheckpointError."""
     try:
         return checked_entry(value)
     except (LookupError, TypeError, ValueError) as error:
@@ -224,7 +233,7 @@ def _entry(folder: Path, key: str, value: Any) -> Stored:
 
 
 def _data_files(folder: Path, stored: Mapping[str, Stored]) -> list[Path]:
-    """Return the data files. Raises CheckpointError if one is missing or too short."""
+    """Return the data files of the tensors. Raises CheckpointError if one is missing or short."""
     ends: dict[str, int] = {}
     for entry in stored.values():
         for shard in entry["boxes"]:

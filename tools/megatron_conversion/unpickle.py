@@ -1,9 +1,9 @@
 """Reader of foreign pickles that executes nothing in them and imports no module for them.
 
 torch.load(weights_only=True) creates tensors and plain values. Foreign checkpoints also hold
-objects: the namespace of arguments, enumerations, loss scalers. Each of their classes, identified
-by its name or a prefix of it, is read as a `Record`, which has the object's content and no
-behaviour. A file that names any other class is refused.
+objects: the namespace of arguments, enumerations, loss scalers. If an object's class is in `PLAIN`,
+the object is read as a `Record`, which has its content and no behaviour. A file with any other
+class is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLAIN = (
     "deepspeed.",
     "megatron.",
 )
-"""Classes that are read as a Record: full names, or prefixes that end in a dot."""
+"""Classes whose objects are read as Records: full names, or prefixes that end in a dot."""
 
 _LEGACY = (
     "argparse.Namespace",
@@ -49,7 +49,7 @@ _LEGACY = (
     "numpy.dtype",
     "numpy.core.multiarray._reconstruct",
 )
-"""Classes expected in files from before torch 1.6, where loading is the only way to list them."""
+"""Classes allowed in files from before torch 1.6, whose classes cannot be listed before loading."""
 
 
 class Record:
@@ -63,7 +63,7 @@ class Record:
         return made
 
     def __init__(self, *arguments: Any) -> None:
-        """Do nothing: __new__ keeps the arguments, as pickles may create objects by it alone."""
+        """Do nothing: __new__ keeps the arguments, because a pickle may call only __new__."""
 
     def __setstate__(self, state: Any) -> None:
         for values in state if isinstance(state, tuple) else (state,):
@@ -79,9 +79,11 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the dict that torch.save wrote to `path`, with tensors memory-mapped.
+    """Return the dict that torch.save wrote to `path`.
 
-    plain   additional classes to read as Records
+    Tensors are memory-mapped, except from a file from before torch 1.6.
+
+    plain   additional classes whose objects are read as Records; like those in PLAIN
 
     Raises CheckpointError, naming the file, if it is missing or damaged, does not hold a dict, or
     holds objects of other classes.

@@ -1,4 +1,4 @@
-"""Writing of checkpoints by processes without a model."""
+"""Writer of checkpoints for processes without a model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
 
 SHARD_BYTES = 64 << 20
-"""Size above which a tensor is split between rows: a loading rank reads entire shards, and may
-need only a small part of the tensor.
+"""Size above which a tensor is split between rows: a rank that loads a small part of it reads
+entire shards.
 """
-FILE_BYTES = 2 << 30
+FILE_BYTES = 2 << 30  # a process begins another file when one has reached this size
 
 TensorShard = tuple[str, tuple[int, ...], Index, torch.Tensor]
-"""Shard of a tensor: the tensor's name in a checkpoint (tensors.py) and its shape, the shard's
-offset, and its values in host memory.
+"""Shard of a tensor: the tensor's name (megatron/checkpoint/tensors.py) and shape, the shard's
+offset in the tensor, and the shard's values in host memory.
 """
 
 
@@ -49,22 +49,23 @@ def write_offline(
     provenance: Mapping[str, Any],
     topology: Topology | None = None,
 ) -> Path:
-    """Write DIRECTORY/iter_NNNNNNN, and return its path.
+    """Write the checkpoint DIRECTORY/iter_NNNNNNN, and return its path.
 
-    The checkpoint becomes the latest one in DIRECTORY. One process or several write it without a
-    model, shard by shard, in bounded memory.
+    It becomes the latest one in DIRECTORY, and replaces one of the same iteration. One process or
+    several write it without a model, shard by shard, in bounded memory. All of them must call this
+    function.
 
     iteration    number of the checkpoint
-    shards       shards of tensors, consumed one at a time; different on each process
+    shards       shards that this process writes, consumed one at a time
     config       configuration stored in the checkpoint
     state        counters of the training loop
     scalars      the engine's optimizer_step, skipped_steps and loss_scale
     optimizer    whether the optimizer's state is among the shards
     provenance   provenance of the checkpoint, JSON-ready
-    topology     by default that of a single process
+    topology     topology of the processes; by default that of a single one
 
-    Raises CheckpointError on every process if the checkpoint cannot be written or `shards` raises
-    an error; no checkpoint has appeared then.
+    Raises CheckpointError on every process if the checkpoint cannot be written, or if `shards`
+    raises an error on any. No checkpoint has appeared then.
     """
     topology = topology or Topology.from_layout(Layout(), 0)
     folder = Path(directory).absolute() / folder_name(iteration)
@@ -92,13 +93,13 @@ def write_offline(
 
 
 def _write(folder: Path, topology: Topology, shards: Iterator[TensorShard]) -> Entries:
-    """Write a process's shards into its own files; return their entries."""
+    """Write this process's shards into files of its own; return the entries of the shards."""
     written: list[Entries] = []
     for number in itertools.count(topology.rank, topology.world.size):
         with ShardWriter(folder, number) as writer:
             for shard in shards:
                 writer.add(*shard)
-                del shard  # it would keep a tensor while the next one is made
+                del shard  # the variable would keep a tensor while the next one is made
                 if writer.bytes >= FILE_BYTES:
                     break
             written.append(writer.finish())
