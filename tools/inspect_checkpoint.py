@@ -6,8 +6,8 @@
     python tools/inspect_checkpoint.py runs/example/run --verify           # check every byte of all of them
     python tools/inspect_checkpoint.py --diff runs/a/iter_0000100 runs/b/iter_0000100
 
-Needs neither a GPU nor the layout that wrote the checkpoint, and reads one tensor at a time.
-Nothing in the files is executed.
+Needs neither a GPU nor the layout that wrote the checkpoint. At most one tensor of a checkpoint is
+in memory at a time. Nothing in the files is executed.
 
 Exit code 0; 1 when a checkpoint is damaged, or when two differ in tensors or state (differences in
 settings do not count); 2 for an error, such as a path that does not exist.
@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="a checkpoint, or a folder of checkpoints",
     )
     parser.add_argument(
-        "--tag", metavar="NAME", help="checkpoint in the folder: iteration or folder name"
+        "--tag", metavar="NAME", help="checkpoint in PATH, or in A and B: iteration or folder name"
     )
     parser.add_argument(
         "--verify",
@@ -74,15 +74,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--diff", nargs=2, type=Path, metavar=("A", "B"), help="compare two checkpoints"
     )
     parser.add_argument(
-        "--norms", action="store_true", help="read all tensors and show their norms (in float64)"
+        "--norms", action="store_true", help="read the tensors and show their norms (in float64)"
     )
     parser.add_argument(
-        "--match", metavar="PATTERN", help="only tensors whose name matches; * and ? are wildcards"
+        "--match", metavar="PATTERN", help="only tensors of matching names; wildcards: * ? []"
     )
     parser.add_argument(
         "--provenance",
         action="store_true",
-        help="show provenance: versions, layout, data, command line",
+        help="show the provenance: versions, layout, data, command line",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
     return parser
@@ -123,7 +123,7 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     checkpoints = [] if is_checkpoint(args.path) else overview(args.path)
     report: dict[str, Any] = {"checkpoints": checkpoints} if checkpoints else {}
     if checkpoints and not args.json:
-        good = "OK (metadata only; --verify checks every byte)"
+        good = "OK (only small files checked; --verify checks every byte)"
         rows = [(c["name"], c["problem"] or good, c["bytes"]) for c in checkpoints]
         table(f"checkpoints in {args.path}", ("name", "state", "bytes"), rows)
     if args.tag is not None:
@@ -175,12 +175,12 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 
 def read_bytes(contents: Contents, names: Iterable[str]) -> int:
-    """Return the bytes of some tensors in the data files."""
+    """Return the number of bytes that these tensors take in the data files."""
     return sum(shard.length for name in names for shard in contents.stored[name]["boxes"])
 
 
 def check_match(pattern: str | None, names: Sequence[str]) -> None:
-    """Raise ConfigError if a pattern matches nothing: an empty comparison must not look equal."""
+    """Raise ConfigError if a pattern matches no tensor: checkpoints would seem to be equal."""
     if pattern is not None and not names:
         raise ConfigError(
             f"--match {pattern} matches no tensor: give a full name, or use the wildcard *"
@@ -188,7 +188,7 @@ def check_match(pattern: str | None, names: Sequence[str]) -> None:
 
 
 def overview(directory: Path) -> list[dict[str, Any]]:
-    """List a folder's checkpoints with sizes, and problems of their small files."""
+    """List a folder's checkpoints, each with its size and the first problem of its small files."""
     out = []
     for folder in folders(directory):
         problem = None
@@ -265,7 +265,7 @@ def show_tensors(contents: Contents, names: Iterable[str], measured: dict[str, T
 
 
 def check(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Verify one checkpoint, or all of a folder and its tracker file."""
+    """Verify one checkpoint, or all checkpoints of a folder and its tracker file."""
     if args.tag is not None or is_checkpoint(args.path):
         chosen = [args.path if args.tag is None else tagged(args.path, args.tag)]
         problems = {}
@@ -289,7 +289,7 @@ def check(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 
 def tagged(directory: Path, tag: str) -> Path:
-    """Return a checkpoint of a folder, valid or not. Raises CheckpointError if it is missing."""
+    """Return the folder of a checkpoint, valid or not. Raises CheckpointError if it is missing."""
     folder = directory / tagged_name(tag)
     if not os.path.isdir(folder):
         raise CheckpointError(f"no checkpoint {folder}")
@@ -300,7 +300,7 @@ def tagged(directory: Path, tag: str) -> Path:
 
 
 def show_difference(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Show how two checkpoints differ."""
+    """Show how two checkpoints differ; return the object for --json and the exit code."""
     for path in args.diff if args.tag is not None else ():
         tagged(path, args.tag)
     try:
@@ -345,7 +345,7 @@ def show_difference(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 
 class ReadProgress:
-    """Progress of reading, on standard error; see ByteProgress."""
+    """Progress of reading, on standard error, from the sizes of reads; see ByteProgress."""
 
     def __init__(self, what: str, size_bytes: int) -> None:
         self._progress = ByteProgress(what, size_bytes)

@@ -6,9 +6,9 @@ Examples:
     python tools/inspect_dataset.py data/corpus_text_document --validate --plot lengths.png --samples 3 \\
         --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model spm.model
 
-Checks the whole index, and with --validate all tokens. Exit code 2 if a data set is damaged. If a
-data set has a loss mask, the mask is checked as well, and samples show which tokens are in the
-loss.
+Checks the whole index, and with --validate all tokens. If a data set has a loss mask, the mask is
+checked as well, and samples show which tokens are in the loss. Exit code 2 if a data set is damaged
+or cannot be read.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="tokens to show of each document (default: 128)",
     )
     group = parser.add_argument_group(
-        "tokenizer", "decodes samples; ids are checked against its vocabulary"
+        "tokenizer", "decodes samples; --validate checks that ids are in its vocabulary"
     )
     group.add_argument(
         "--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}"
@@ -82,8 +82,8 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--tokenizer-model",
         metavar="FILE",
-        help="SentencePiece model; tokenizer.json or its folder for HFTokenizer; .tiktoken file "
-        "for TikTokenizer",
+        help="SentencePiece model; tokenizer.json or its folder for HFTokenizer; .tiktoken file or "
+        "Megatron-LM's JSON vocabulary for TikTokenizer",
     )
     group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
     group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
@@ -91,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--vocab-size",
         type=integer(),
         metavar="N",
-        help="vocabulary size without a tokenizer, or of NullTokenizer",
+        help="size of the vocabulary without --tokenizer-type, or with NullTokenizer",
     )
     group.add_argument(
         "--vocab-extra-ids", type=_FEW, metavar="N", help="extra ids of SentencePieceTokenizer"

@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="folder of a run or of several, or a metrics file"
+        "runs", nargs="+", metavar="RUN", help="folder of one run or of several, or a metrics file"
     )
     parser.add_argument(
         "--format",
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--output",
         metavar="FILE",
         help="file to write; - writes to standard output (default: report.FORMAT in the run's "
-        "folder, for several runs in the current one)",
+        "folder, or for several runs in the current folder)",
     )
     parser.add_argument("--title", help="title (default: the names of the runs)")
     parser.add_argument(
@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--warm-up",
         type=integer(0),
         metavar="N",
-        help="steps at the start that speeds exclude (default: those of the experiment, else 1)",
+        help="steps after the start that speeds exclude (default: as in the experiment, else 1)",
     )
     parser.add_argument(
         "--peak-tflops",

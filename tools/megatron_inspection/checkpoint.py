@@ -1,6 +1,6 @@
-"""Contents of a checkpoint, norms of its tensors, its verification, and its comparison with another.
+"""Contents, norms of tensors and verification of a checkpoint, and comparison of two checkpoints.
 
-Reads one tensor at a time.
+At most one tensor of each checkpoint is in memory at a time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Contents:
     """Contents of a checkpoint, without the values of its tensors.
 
     checkpoint   its folder, manifest, state and configuration
-    stored       the tensors' entries by name ("master.NAME", "exp_avg.NAME"), sorted
+    stored       the tensors' entries by name ("master.NAME", "exp_avg.NAME", ...), sorted
     files        {name: size in bytes} of the files in the folder
     provenance   provenance of the checkpoint; empty if unknown
     """
@@ -90,7 +90,7 @@ class Contents:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Layout of the job that wrote the checkpoint, by provenance, else by configuration."""
+        """Layout of the job that wrote it: from the provenance, or else from the configuration."""
         parallel = self.checkpoint.config.get("parallel", {})
         fields = {
             "tensor": "tensor_model_parallel_size",
@@ -104,22 +104,24 @@ class Contents:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder is a (possibly damaged) checkpoint, not a folder of them."""
+    """Return whether a folder is a (possibly damaged) checkpoint, not a folder of checkpoints."""
     return iteration_of(path) is not None or any(
         (path / name).is_file() for name in (STATE, CONFIG, MANIFEST, SHARD_INDEX)
     )
 
 
 def locate(path: Path, tag: str | None = None) -> Path:
-    """Return the checkpoint at a path: itself, the newest valid one in it, or the one named `tag`.
+    """Return the checkpoint to read.
 
-    Raises CheckpointError.
+    It is the one that `tag` names in the folder `path`. Without `tag` it is `path` itself, if that
+    is a checkpoint, otherwise the newest valid one in `path`. Raises CheckpointError if there is
+    none, or if the one that `tag` names is damaged.
     """
     return path if tag is None and is_checkpoint(path) else required(path, find(path, tag))
 
 
 def contents(folder: Path) -> Contents:
-    """Read the small files of a checkpoint. Raises CheckpointError that names a damaged file."""
+    """Read the small files of a checkpoint. Raises CheckpointError, naming a damaged file."""
     checkpoint = open_checkpoint(folder)
     manifest = checkpoint.manifest
     stored = read_stored(manifest)
@@ -158,7 +160,7 @@ def read_whole(contents: Contents, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TensorNorm:
-    """Norm and largest absolute value of a tensor's finite elements, computed in float64.
+    """Euclidean norm and largest absolute value of a tensor's finite elements, in float64.
 
     not_finite   number of elements that are infinite or NaN
     """
@@ -171,7 +173,7 @@ class TensorNorm:
 def norms(
     contents: Contents, names: list[str], count: Count = bool
 ) -> Iterator[tuple[str, TensorNorm]]:
-    """Yield the norm of each tensor. Raises CheckpointError that names a damaged file."""
+    """Yield (name, norm) of each tensor. Raises CheckpointError, naming a damaged file."""
     for name in names:
         squares = 0.0
         largest = 0.0
@@ -193,11 +195,11 @@ def norms(
 
 
 def verify(folder: Path, count: Count = bool) -> list[str]:
-    """List the problems of a checkpoint, each with its file or tensor.
+    """List the problems of a checkpoint, each with the file or the tensor.
 
-    All of these are checked, unless the list of shards cannot be read: the manifest, the small
-    files, every shard of the data files, stray bytes and files, and that the shards cover each
-    tensor exactly once.
+    The manifest and the small files are checked, every shard of the data files, stray bytes and
+    files, and that the shards cover each tensor exactly once. If the small files lack something
+    that every checkpoint has, or if the shard lists cannot be read, the data files are not checked.
     """
     problems: list[str] = []
     try:
@@ -219,7 +221,7 @@ def verify(folder: Path, count: Count = bool) -> list[str]:
 def _data_files(
     folder: Path, stored: Mapping[str, Stored], manifest: Manifest, count: Count
 ) -> Iterator[str]:
-    """Yield damaged shards, stray bytes in data files, and stray files."""
+    """Yield missing data files, damaged shards, stray bytes in data files, and stray files."""
     files: dict[str, list[tuple[int, str, Shard]]] = {}
     for name, entry in stored.items():
         for shard in entry["boxes"]:
@@ -277,9 +279,9 @@ class TensorDifference:
 
     elements     number of elements whose bits differ
     of           number of elements of the tensor
-    largest      largest absolute difference; inf if one is not finite
-    relative     Euclidean norm of the difference over that of the first tensor; inf if the latter
-                 is 0 or not finite
+    largest      largest absolute difference; inf if a difference is not finite
+    relative     Euclidean norm of the difference over the norm of the first tensor; inf if this
+                 norm is 0 or not finite
     """
 
     elements: int
@@ -292,7 +294,7 @@ class TensorDifference:
 class Difference:
     """Differences between two checkpoints.
 
-    only_first, only_second    tensors that only one of them has
+    only_first, only_second    tensors that only the first, or only the second, checkpoint has
     kinds                      tensors that differ in shape or dtype
     tensors                    tensors that differ in values
     equal                      number of bitwise equal tensors
@@ -318,7 +320,7 @@ def compare(
 ) -> Difference:
     """Compare two checkpoints of any layouts, restricted to tensors that `pattern` matches.
 
-    Raises CheckpointError that names a damaged file.
+    Raises CheckpointError, naming a damaged file.
     """
     names = matching(first, pattern)
     second_names = set(matching(second, pattern))
@@ -356,7 +358,7 @@ def compare(
 
 
 def tensor_difference(a: torch.Tensor, b: torch.Tensor) -> TensorDifference | None:
-    """Compare two tensors of equal shape and dtype, in float64; None if they are bitwise equal."""
+    """Return how two tensors of equal shape and dtype differ; None if they are bitwise equal."""
     elements = 0
     largest = 0.0
     squares = 0.0

@@ -83,7 +83,7 @@ class Sample:
     """Beginning of a document.
 
     document   number of the document, from 0
-    tokens     length of the whole document
+    tokens     number of tokens of the whole document
     ids        the first token ids
     text       text of these ids; None without a tokenizer
     runs       ("+", ids or text) of consecutive tokens in the loss, ("-", ...) of those outside it;
@@ -104,13 +104,15 @@ class Inspection:
     prefix           path of its files without the suffix
     index            its index; None if .idx cannot be read at all
     file_bytes       {suffix: size in bytes} of the files that exist
-    problems         problems, each with its file and byte; at most PROBLEMS_PER_KIND of each kind
-    counts           number of all problems, by kind, for the kinds that can be frequent
+    problems         problems, each with its file and, if known, byte; at most PROBLEMS_PER_KIND of
+                     each kind in `counts`
+    counts           number of all problems of a kind, for the kinds that can be frequent
     tokens_scanned   number of tokens that were read and checked
-    lengths          lengths of its documents; None if the index is damaged
+    lengths          lengths of its documents; None if the index is damaged, or .bin is missing or
+                     of another length
     samples          beginnings of documents
-    mask             report on its loss mask, whose problems are in `problems`, too
-    record           the tokenizer that wrote it, if known
+    mask             report on its loss mask, whose problems are in `problems`, too; None without
+    record           record of the tokenizer that wrote it; None if unknown
     ones             number of scanned tokens with id 1
     """
 
@@ -157,15 +159,17 @@ def inspect(
 ) -> Inspection:
     """Check a data set, count its lengths, and decode some documents.
 
-    The entire index is checked; with `validate`, so are all tokens. Ids must not be negative. They
-    must be in the vocabulary of `tokenizer`; without one, below `vocab_size`; without either, in
-    the vocabulary of the tokenizer that wrote the data, if that is known.
+    The entire index is checked; with `validate`, so are all tokens of an integer type. Ids must not
+    be negative. They must be in the vocabulary of `tokenizer`; without `tokenizer`, below
+    `vocab_size`; without either, in the vocabulary of the tokenizer that wrote the data, if that is
+    known. A loss mask next to the data is checked in the same way.
 
-    tokenizer       must be the one that wrote the data; it decodes the samples
+    tokenizer       decodes the samples; it is a problem if another one wrote the data
     documents       the documents to sample; if empty, the first `num_samples`. Unreadable ones are
                     omitted
     sample_tokens   maximum length of a sample
-    on_progress     called with the number of bytes of .bin read so far
+    on_progress     called with the number of bytes of .bin read so far, then with those of the
+                    mask's .bin
 
     Raises DataError if there are no files at all, and ConfigError for documents that the data set
     does not have.
@@ -213,7 +217,7 @@ def inspect(
         inspection.problems += inspection.mask.problems
         if inspection.sound and not _same_structure(inspection, inspection.mask):
             inspection.add(
-                idx_path(mask), None, "its sequences or documents differ from those of the data"
+                idx_path(mask), None, "its type, sequences or documents do not fit the data"
             )
     if inspection.index is not None:
         selected = list(documents) or list(
@@ -224,7 +228,7 @@ def inspect(
 
 
 def _same_structure(inspection: Inspection, mask: Inspection) -> bool:
-    """Return whether the mask has sequences and documents of the same lengths as the data."""
+    """Return whether a mask has a mask's type, and the lengths of the data's sequences."""
     assert inspection.index is not None and mask.index is not None, "both are sound"
     return mask.index.dtype == MASK_DTYPE and all(
         np.array_equal(getattr(inspection.index, name), getattr(mask.index, name))
@@ -233,7 +237,7 @@ def _same_structure(inspection: Inspection, mask: Inspection) -> bool:
 
 
 def _check_sequences(inspection: Inspection, index: Index) -> None:
-    """Compare sizes with pointers, and the end of the last sequence with the length of .bin."""
+    """Check sizes and pointers, and that the last sequence ends at the end of .bin."""
     path = idx_path(inspection.prefix)
     itemsize = index.dtype.itemsize
     count = len(index.sizes)
@@ -298,7 +302,7 @@ def _check_documents(inspection: Inspection, index: Index) -> None:
 def _check_tokens(
     inspection: Inspection, index: Index, vocab_size: int | None, on_progress: Callable[[int], None]
 ) -> None:
-    """Compare every id with the vocabulary."""
+    """Check that every id is at least 0 and in the vocabulary, if its size is known."""
     path = bin_path(inspection.prefix)
     itemsize = index.dtype.itemsize
     position = 0
@@ -329,7 +333,10 @@ def _check_tokens(
 
 
 def _sequence_at(index: Index, byte: int) -> int:
-    """Return the sequence at a byte of .bin. Numpy's search would copy the unaligned pointers."""
+    """Return the sequence at a byte of .bin.
+
+    numpy.searchsorted would copy the pointers, which are not aligned.
+    """
     return max(bisect_right(index.pointers, byte) - 1, 0)
 
 
@@ -356,7 +363,10 @@ def count_lengths(index: Index) -> LengthCounts:
 def _take_samples(
     name: str, documents: Sequence[int], tokenizer: Tokenizer | None, sample_tokens: int
 ) -> list[Sample]:
-    """Return the beginnings of the documents that can be read."""
+    """Return the beginnings of the documents that can be read.
+
+    Raises ConfigError for a document that the data set does not have.
+    """
     try:
         dataset = IndexedDataset(name, mmap=False)
         if len(data_files(name)) > 2:
@@ -398,7 +408,7 @@ def _take_samples(
 def _runs(
     ids: Sequence[int], marks: Sequence[int], tokenizer: Tokenizer | None
 ) -> list[tuple[str, str]]:
-    """Return the runs of tokens in the loss and of others, as ids or text."""
+    """Return the runs of tokens inside and outside the loss, as ids or text; see `Sample`."""
     runs = []
     for marked, pairs in groupby(zip(ids, marks, strict=True), lambda pair: pair[1] == 1):
         run = [i for i, _ in pairs]
@@ -419,7 +429,8 @@ def decode_leniently(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 def plot_lengths(results: Sequence[Inspection], output: str | os.PathLike[str]) -> None:
     """Draw the lengths of documents, a row for each data set.
 
-    Raises ConfigError if `output` cannot be written or no data set has lengths to draw.
+    Raises ConfigError if matplotlib cannot be imported, if `output` cannot be written, or if no
+    data set has lengths to draw.
     """
     shown = [(r.prefix, r.lengths) for r in results if r.lengths is not None and r.lengths.tokens]
     if not shown:

@@ -1,7 +1,8 @@
-"""Content of a report: sections of lines, tables and plots, for one run or for several side by side.
+"""Content of a report: sections of lines, tables and plots, for one run or several side by side.
 
-Values of tables are unrounded, under the names of the metrics file; pages.py formats them by the
-units in their names. Plots are in the notation of plotly (https://plotly.com/javascript/reference).
+Values of tables are unrounded, under names like those in the metrics file; values.py formats them
+by the units in these names. Plots are in the notation of plotly
+(https://plotly.com/javascript/reference).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron.jobs.scaling import SWEEP, Series, compare, row, throughput
 from megatron_report.reading import Record, RecordedRun, axes, events, provenance, read_timeline
 from megatron_report.values import head, shown
 
-# Okabe and Ito, Color Universal Design (2008), in an order of contrast on white; without yellow
+# Okabe and Ito, Color Universal Design (2008), without yellow; the last one also marks events
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _FOLDED = 30  # a table of events with more rows is folded
@@ -26,7 +27,7 @@ _SPEED = (
     "run verdict value devices layout tokens_per_s noise efficiency efficiency_interval state remarks"
 ).split()
 _MEASURED = ("step_s", "model_tflops", "mfu", "hfu", "memory_bytes")
-_MANY = 5  # from this number of runs on, only tables describe them
+_MANY = 5  # from this number of runs on, none has its own sentence, timeline or provenance
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class ReportTable:
     """Rows of values by column.
 
     across  each row is shown as a column
-    exact   values are shown unformatted, as settings are
+    exact   values are shown as they are, for example settings
     folded  the table is hidden until the reader opens it
     """
 
@@ -67,7 +68,7 @@ class Section:
 
 
 def sections(runs: Sequence[RecordedRun]) -> Iterator[Section]:
-    """Yield the sections of a report; the last one lists what no run has recorded."""
+    """Yield the sections of a report; the last one names the sections without content."""
     shown = runs if len(runs) < _MANY else ()
     yield Section("At a glance", [*map(_verdict, shown), _overview(runs)])
     if len(runs) > 1:
@@ -188,7 +189,7 @@ def _comparison(runs: Sequence[RecordedRun]) -> Iterator[Block]:
 
 
 def _efficiency(series: Series) -> Iterator[Block]:
-    """Yield bars of efficiency, or of the throughput of a sweep, with the published point."""
+    """Yield bars of efficiency, or of a sweep's throughput, with the published point if any."""
     sweep = series.kind == SWEEP
     ranges = {m.run.name: throughput(m) if sweep else series.efficiency(m) for m in series.members}
     known = {k: (v[0], v[1], min(v[2], 2 * v[1])) for k, v in ranges.items() if v}
@@ -247,7 +248,7 @@ def _validations(run: RecordedRun) -> dict[str, list[Record]]:
 
 
 def loss(runs: Sequence[RecordedRun]) -> Iterator[Block]:
-    """Yield training and validation loss, with the events as marks."""
+    """Yield a plot of training and validation loss with marks for events, and the validations."""
     traces = [t for plot in _curves(runs, "", "lm_loss", "training") for t in plot.traces]
     symbols = ("circle-open", "square-open", "diamond-open", "triangle-up-open", "star-open")
     for number, run in enumerate(runs):
@@ -278,7 +279,7 @@ def loss(runs: Sequence[RecordedRun]) -> Iterator[Block]:
 
 
 def rates(runs: Sequence[RecordedRun]) -> Iterator[Block]:
-    """Yield the learning rate and, if it varies, the batch."""
+    """Yield plots of the learning rate and, if it is not constant, of the global batch size."""
     scientific = {"yaxis": {"rangemode": "tozero", "exponentformat": "power"}}
     yield from _curves(runs, "Learning rate", "learning_rate", "learning rate", scientific)
     batches = {r.get("global_batch_size") for run in runs for r in run.of("iteration")}
@@ -297,7 +298,10 @@ def _throughput(runs: Sequence[RecordedRun]) -> Iterator[Block]:
 def _bars(
     caption: str, names: Sequence[str], ranges: Sequence[Mapping[str, Sequence[float]]]
 ) -> Iterator[Block]:
-    """Yield horizontal bars of (least, middle, most) by label for each name, if there are any."""
+    """Yield a plot with a bar of (least, middle, most) for each name and label, and its figures.
+
+    Nothing is yielded without values.
+    """
     traces: list[Record] = []
     rows = []
     for number, (name, values) in enumerate(zip(names, ranges, strict=True)):
@@ -354,7 +358,7 @@ def _over_ranks(records: Sequence[Record]) -> tuple[float, ...]:
 
 
 def _pipeline(runs: Sequence[RecordedRun]) -> Iterator[Block]:
-    caption = "Bubble: time of the pipeline's ranks without computation"
+    caption = "Bubble: share of the time in which pipeline ranks do not compute"
     rows = list(_listed(caption, runs, "timeline", "iteration bubble predicted_bubble"))
     yield from rows
     for run in runs if len(runs) < _MANY else ():
@@ -366,7 +370,7 @@ def _pipeline(runs: Sequence[RecordedRun]) -> Iterator[Block]:
 
 
 def _timeline(caption: str, spans: Sequence[Record]) -> Plot:
-    """Plot spans as bars in a row for each stage, coloured by what is done."""
+    """Plot spans as bars in a row for each stage, coloured by their names."""
     traces = []
     for number, name in enumerate(dict.fromkeys(span["name"] for span in spans)):
         named = [span for span in spans if span["name"] == name]
@@ -439,7 +443,7 @@ def _events(runs: Sequence[RecordedRun]) -> Iterator[Block]:
 def _listed(
     caption: str, runs: Sequence[RecordedRun], event: str, names: str
 ) -> Iterator[ReportTable]:
-    """Yield a table of these fields of the records of an event, if there are any."""
+    """Yield a table of fields of an event's records, without those of the test data, if any."""
     rows = [
         {"run": run.name, **{name: record.get(name) for name in names.split()}}
         for run in runs

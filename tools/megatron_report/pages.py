@@ -29,7 +29,7 @@ def as_json(title: str, sections: Sequence[Section]) -> str:
 
 
 def _cells(table: ReportTable) -> list[list[str]]:
-    """Return the texts of a table, head first, without columns that are empty."""
+    """Return the texts of a table in lines, the first of which is the head; omit empty columns."""
     columns = [
         name
         for name in dict.fromkeys(name for row in table.rows for name in row)
@@ -52,7 +52,7 @@ def _cells(table: ReportTable) -> list[list[str]]:
 
 
 def as_markdown(title: str, sections: Sequence[Section]) -> str:
-    """Return the lines and tables as Markdown."""
+    """Return the content as Markdown, without plots."""
     lines = [f"# {_plain(title)}"]
     for section in sections:
         lines.append(f"## {section.title}")
@@ -85,7 +85,7 @@ def _valid(text: str) -> str:
 
 
 def as_page(title: str, sections: Sequence[Section]) -> str:
-    """Return the content as one HTML page. Raises ConfigError without plotly."""
+    """Return the content as one HTML page. Raises ConfigError if plotly cannot be imported."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -133,7 +133,7 @@ def _id(title: str) -> str:
 
 
 def _section(section: Section, plots: dict[str, Plot]) -> str:
-    """Return a section; its plots are added to `plots` by the id of their element."""
+    """Return a section's HTML; its plots are added to `plots` by the ids of their elements."""
     elements = []
     chooses = any(
         isinstance(b, Plot) and any("axes" in t for t in b.traces) for b in section.blocks

@@ -14,7 +14,8 @@ from megatron_report.reading import RecordedRun
 def draw(runs: Sequence[RecordedRun], output: Path, title: str = "") -> Path:
     """Write the picture and return its path.
 
-    Raises DataError if no run has a loss, ConfigError if the picture cannot be written.
+    Raises DataError if no run has a loss. Raises ConfigError if matplotlib cannot be imported, or
+    if the picture cannot be written.
     """
     pyplot = drawing.pyplot()
     from matplotlib.ticker import MaxNLocator

@@ -1,6 +1,7 @@
-"""A run as recorded in its files: valid records, events, the pipeline's timeline, provenance.
+"""A run as recorded in its files: effective records, events, the timeline, provenance.
 
-Needs no torch. Nothing that the files name is opened: only files of fixed names in the run's folder.
+Needs no torch. Files that a run's files name are not opened, except those that a checkpoint's
+manifest lists.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _EVENT_FIELDS = {
     "rejected_checkpoint": "folder reason instead",
     "end": "reason",
 }
-"""Fields of records by event: the report lists a record if one of them is not empty."""
+"""Fields of records by event. The report lists a record if one of its fields is not empty, and
+every start after the first record.
+"""
 _AXES = ("iteration", "tokens", "hours")
 
 
@@ -41,10 +44,10 @@ _AXES = ("iteration", "tokens", "hours")
 class RecordedRun:
     """One run of a report.
 
-    name      unique in the report
-    measured  figures of its steady steps since its last start
-    records   all records, each with the `tokens` and `hours` of the job so far, where known
-    effective the records that no later record replaces; see `effective_records`
+    name       its name, or the path of its metrics file if another run has the same name
+    measured   figures of its steady steps since its last start
+    records    all records, each with the `tokens` (None if unknown) and `hours` of the run so far
+    effective  the records that no later record replaces; see `effective_records`
     """
 
     name: str
@@ -68,7 +71,7 @@ class RecordedRun:
 
     @property
     def chosen(self) -> Mapping[str, Any]:
-        """Return the settings that differ from their defaults."""
+        """Return the settings that differ from their defaults, as far as they are known."""
         defaults = {name: option.default for name, option in all_options().items()}
         different = {k: v for k, v in self.config.items() if plain(defaults.get(k)) != v}
         return self.start.get("differs") or different
@@ -100,7 +103,10 @@ def read_runs(
 
 
 def effective_records(records: Sequence[Record]) -> list[Record]:
-    """Return the records in effect: a resumed run or a roll-back replaces later iterations."""
+    """Return the records in effect.
+
+    A resumed start and a roll-back drop the records of later iterations, except for starts.
+    """
     effective: list[Record] = []
     for record in records:
         back = (
@@ -115,7 +121,10 @@ def effective_records(records: Sequence[Record]) -> list[Record]:
 
 
 def _placed(records: Sequence[Record]) -> Iterator[Record]:
-    """Yield each record with the tokens and hours of the job so far, excluding pauses."""
+    """Yield each record with the tokens and hours of the run so far.
+
+    The time from the last record before a start to that start does not count.
+    """
     before = started = now = 0.0
     for record in records:
         time = record.get("time")
@@ -132,17 +141,18 @@ def _placed(records: Sequence[Record]) -> Iterator[Record]:
 
 
 def axes(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """Return the possible horizontal positions of the records."""
+    """Return the positions of the records on each horizontal axis."""
     return {axis: [record.get(axis) for record in records] for axis in _AXES}
 
 
 def read_timeline(run: RecordedRun) -> tuple[list[Record], str]:
-    """Return the spans of a timeline {name, row, start_ms, ms, micro_batch}, or why there are none.
+    """Return (spans of a run's timeline, why there are none); one of the two is empty.
 
-    Reads complete events ("ph": "X", times in microseconds) of the trace event format. Each stage
-    has a row, which shows the first thread of that stage; a thread's metadata or an event's
-    arguments name the stage. A span is named after the event's category. Events of the category
-    "other" enclose others and are left out.
+    A span is {name, row, start_ms, ms, micro_batch}. Reads complete events ("ph": "X", times in
+    microseconds) of the trace event format. Each stage has a row, which shows the first thread of
+    that stage; a thread's metadata or an event's arguments name the stage. A span is named after
+    the event's category, or else after its operation or name. Events of the category "other"
+    enclose others and are left out.
     """
     path = run.measured.run.path.with_name(TIMELINE)
     if not path.exists():
@@ -177,21 +187,24 @@ def read_timeline(run: RecordedRun) -> tuple[list[Record], str]:
 
 
 def provenance(run: RecordedRun) -> tuple[Record, str]:
-    """Return (provenance of the newest valid checkpoint in the run's folder, why there is none)."""
+    """Return (provenance of the newest valid checkpoint in the run's folder, why there is none).
+
+    One of the two is empty.
+    """
     try:
         checkpoint = find(run.measured.run.path.parent).folder
         if checkpoint is None:
             return {}, "no checkpoint in the run's folder"
         manifest = read_manifest(checkpoint)
         if PROVENANCE not in manifest.files:
-            return {}, f"{checkpoint.name} has no record of it"
+            return {}, f"{checkpoint.name} has no provenance"
         return {"checkpoint": checkpoint.name, **manifest.read_json(PROVENANCE)}, ""
     except MegatronError as error:
         return {}, str(error)
 
 
 def events(run: RecordedRun) -> Iterator[Record]:
-    """Yield {iteration, time, event, what} for all but the ordinary steps of the run."""
+    """Yield {iteration, event, what, time} for each record to list; see `_EVENT_FIELDS`."""
     for number, record in enumerate(run.records):
         event = record["event"]
         if (event, record.get("reason")) == ("end", "done") or (not number and event == "start"):
@@ -212,7 +225,7 @@ def events(run: RecordedRun) -> Iterator[Record]:
 
 
 def _describe(name: str, value: Any) -> str:
-    """Return a name and its value as text, or the first dicts of a list of dicts."""
+    """Return a name and its value as text; of a list of dicts, the first dicts without the name."""
     if isinstance(value, list) and isinstance(value[0], dict):
         tables = [", ".join(f"{key} {one[key]}" for key in one) for one in value[:8]]
         return "; ".join(tables) + (f"; and {len(value) - 8} more" if len(value) > 8 else "")
