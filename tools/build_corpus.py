@@ -4,9 +4,8 @@ Example:
 
     python tools/build_corpus.py --output runs/corpus.jsonl
 
-There is one document per module: its source, docstrings included, or the docstrings of a module
-that is compiled into the interpreter. Only modules of the second kind are imported; no source is
-run.
+Each document is a module: its source with the docstrings, or only the docstrings if the module is
+compiled into the interpreter. Only modules of the second kind are imported; no source is run.
 """
 
 from __future__ import annotations
@@ -62,11 +61,12 @@ def build_corpus(
 ) -> tuple[int, int]:
     """Write JSON lines {"name": module, "text": ...} to `output`.
 
-    Returns the number of documents and the bytes of text. The order of modules depends on `seed`
-    alone. Writing stops before the texts exceed `max_bytes`. `docstrings_only` keeps only the
-    docstrings of modules, classes and functions. `stdlib` is the folder to read, by default this
-    Python's. Modules that a Python build lacks are left out. Raises DataError if nothing is found
-    or `output` cannot be written.
+    Returns the number of documents and the bytes of text. The order of modules depends only on
+    `seed` and their names. Writing stops before the texts exceed `max_bytes`. `docstrings_only`
+    keeps only the docstrings of modules, classes and functions. `stdlib` is the folder to read, by
+    default this Python's. Modules that this Python lacks, that have fewer than MIN_CHARACTERS or
+    that cannot be read as text are left out. Raises DataError if no module is left or `output`
+    cannot be written.
     """
     folder = Path(stdlib if stdlib is not None else sysconfig.get_path("stdlib"))
     sources = find_modules(folder)
@@ -99,7 +99,7 @@ def build_corpus(
 
 
 def find_modules(folder: Path) -> dict[str, Path | None]:
-    """Return the dotted name and the file of each Python source under `folder`."""
+    """Return the file of each Python source under `folder`, by the module's dotted name."""
     modules: dict[str, Path | None] = {}
     for root, folders, files in os.walk(folder):
         folders[:] = sorted(

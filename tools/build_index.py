@@ -3,16 +3,15 @@
 
     python tools/build_index.py --world-size 1024 --data-path data/corpus_text_document --data-cache-path cache ...
 
-Give the flags of pretrain_gpt.py exactly as in the run, because they determine the indices: the
-batch size, the length of the run and its evaluations determine their lengths; the data paths, as
-written, determine their names.
+Give the flags of pretrain_gpt.py exactly as in the run. The batch size, the length of the run and
+its evaluations determine the lengths of the indices, and the data paths, as written, their names.
 `python pretrain_gpt.py --help` lists the flags. In addition:
 
     --world-size N   processes of the run; optional with --global-batch-size
     --workers N      data sets to index at the same time; memory grows with N (default: 1)
 
 With --load, the indices are those of the resumed run. Existing indices are kept. If another process
-is building an index, this one waits for it. Exit code 2 if something is missing.
+is building an index, this one waits for it. Exit code 2 for an error, such as missing data.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def read_config(flags: Sequence[str]) -> Config:
     if len(guessed) == 2:
         raise ConfigError(
             "the batch size of the run, which determines the length of its indices, is unknown: "
-            "give --world-size, the number of its processes, or --global-batch-size"
+            "give --world-size, the run's number of processes, or --global-batch-size"
         )
     return config
 

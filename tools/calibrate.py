@@ -7,9 +7,9 @@
     python tools/calibrate.py --refine runs/x/metrics.jsonl --cluster this.toml -o refined.toml
 
 Accepts all flags of pretrain_gpt.py: matrix products and kernels are measured with the shapes and
-the precision of that model. On a CPU, where processes share the cores, a file is valid only for the
-number of processes per node that it was measured with. --refine corrects a file by the step times
-of runs of about 20 steps.
+the precision of the model that they describe (default: gpt2-124m). On a CPU, where processes share
+the cores, a file is valid only for the number of processes per node that it was measured with.
+--refine corrects a file by the step times of runs of about 20 steps.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--processes",
         type=integer(1, 64),
         metavar="N",
-        help="processes to start on this node (default: one per GPU, or one per CPU core)",
+        help="processes to start on this node (default: one per GPU, or without GPUs per core)",
     )
     parser.add_argument(
         "--minutes",
@@ -64,15 +64,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="approximate measuring time in minutes (default 1)",
     )
     parser.add_argument(
-        "--name", metavar="NAME", help="name of the machine (default: the file's name)"
+        "--name", metavar="NAME", help="name of the machine (default: that of the file)"
     )
     parser.add_argument(
         "--refine",
         nargs="+",
         type=Path,
         metavar="METRICS",
-        help="metrics files of runs on this machine, or folders of them, such as those of "
-        "tune.py's trials",
+        help="metrics files of runs on this machine, or folders of these runs, such as the "
+        "trials of tune.py",
     )
     parser.add_argument(
         "--cluster", metavar="NAME|FILE", help="with --refine: the cluster file to correct"
@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -> None:
-    """Measure and write the file. Raises MegatronError."""
+    """Measure the machine and write the cluster file. Raises MegatronError."""
     from megatron.config.command_line import parse_plan
     from megatron.parallel.launch import detect_launch
     from megatron.planner.subprocesses import gpus_here
@@ -95,7 +95,7 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
     if launched and args.processes not in (None, launch.world_size):
         raise ConfigError(
             f"--processes {args.processes} contradicts the launcher's {launch.world_size}: remove "
-            "it"
+            "--processes"
         )
     count = args.processes or (
         0 if launched else gpus_here() or min(64, len(os.sched_getaffinity(0)))

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""List the fused kernels of this machine and their libraries, and compare each with torch's operators.
+"""List this machine's libraries of fused kernels, and compare each kernel with torch's operators.
 
     python tools/check_kernels.py [--device cpu|cuda] [--list]
     python tools/check_kernels.py --measure
 
 Use it on a new machine after `python setup.py build_kernels`. It takes seconds. --measure times the
-implementations from which runs on this kind of CPU choose, and saves the times beside the
-libraries, or in the file that MEGATRON_KERNELS_MEASURED names. Nothing else should run at the same
-time.
+implementations from which runs on this kind of CPU choose, and saves the times next to the
+libraries, or in the file that MEGATRON_KERNELS_MEASURED names. Nothing else should run on the
+machine meanwhile.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ from megatron.kernels.ops.optimizer import AdamWInputs, adamw_
 from megatron.training.run.process import as_tool
 
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
-"""Results of a kernel and of torch."""
+"""Pairs of results to compare, of a kernel and of torch."""
 Check = Callable[[torch.device, torch.dtype], Pairs]
 _ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
 def compared(operator: Operator, odd: bool) -> Check:
-    """Return a check of values and gradients at an eighth of the benchmark's shape.
+    """Return a check of values and gradients at the benchmark's shape, reduced.
+
+    Sizes of at least 512 are divided by 8.
 
     odd  whether to use rows whose size is not a multiple of 16 bytes
     """
@@ -69,7 +71,10 @@ def compared(operator: Operator, odd: bool) -> Check:
 
 
 def dropout(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Compare bias_dropout_add under the mask that an input of ones reveals; check its rate."""
+    """Compare bias_dropout_add, given the mask that an input of ones reveals; check the rate.
+
+    Raises ArithmeticError if the rate of dropped elements is wrong.
+    """
     rate = 0.2
     seed = 1234567890123
     x, residual, bias = (
@@ -86,11 +91,11 @@ def dropout(device: torch.device, dtype: torch.dtype) -> Pairs:
 
 
 def adamw(device: torch.device, dtype: torch.dtype, moments: torch.dtype = torch.float32) -> Pairs:
-    """Compare three steps over tensors of odd sizes, with gradients and 16-bit copies in `dtype`.
+    """Compare three steps over tensors of several sizes, with gradients and copies in `dtype`.
 
     The average of the weights is updated as well. With bf16 moments, only one step is compared: a
-    value that differs by one rounding between the two may be rounded further apart, so that later
-    steps differ.
+    moment that differs by one rounding in fp32 may then differ by one in bf16, and later steps
+    differ more.
     """
     settings: dict[str, Any] = {
         "lr": 1e-3,
@@ -137,10 +142,11 @@ CHECKS: dict[str, list[Check]] = {
 
 
 def verdict(checks: Sequence[Check], device: torch.device) -> tuple[bool, str]:
-    """Return whether the kernel agrees with torch, and a text with its largest error and the limit.
+    """Return whether the kernel agrees with torch, and a text with its worst error and the limit.
 
-    The limit, relative to the largest entry, is sixteen roundings to its type (torch rounds after
-    each of its operators), plus 2^-16 for fp32 arithmetic and sums of thousands of terms.
+    The limit, relative to the largest entry, is sixteen roundings to the coarser of the types of
+    inputs and result (torch rounds after each of its operators), plus 2^-16 for fp32 arithmetic and
+    sums of thousands of terms. The error that is largest relative to its limit is the worst.
     """
     worst = 0.0
     detail = "no error"
@@ -228,7 +234,7 @@ def measure() -> None:
 
 
 def compare(device_type: str) -> bool:
-    """Compare all kernels of a kind of device with torch; print and return whether they agree."""
+    """Compare all kernels of a kind of device with torch, and print and return the outcome."""
     kernels = library.find(device_type)
     print(f"{kernels.target} {kernels.arch} on {device_type}, compared with torch")
     failed = 0
@@ -250,9 +256,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="check kernels of this kind only (cuda includes ROCm)",
+        help="check kernels of this kind of device only (cuda includes ROCm)",
     )
-    parser.add_argument("--list", action="store_true", help="list the kernels without testing them")
+    parser.add_argument(
+        "--list", action="store_true", help="list libraries without testing kernels"
+    )
     parser.add_argument(
         "--measure",
         action="store_true",
@@ -263,7 +271,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run and return the exit code: 1 if a kernel disagrees or a requested device has no library."""
+    """Run and return the exit code.
+
+    It is 1 if a kernel disagrees or there is no library for the device of --device, and 2 after an
+    error.
+    """
     args = build_parser().parse_args(argv)
     if args.measure:
         measure()

@@ -5,7 +5,7 @@ Examples:
     python tools/merge_datasets.py --inputs data/part-0 data/part-1 --output-prefix data/all
     python tools/merge_datasets.py --input data/parts --output-prefix data/all
 
-The second form joins all data sets of a folder, sorted by name. If some of them have a loss mask
+The second form joins all data sets of a folder, sorted by name. If any data set has a loss mask
 (PREFIX_mask), the result has one; all tokens of data sets without a mask are in the loss.
 """
 
@@ -68,9 +68,10 @@ _BLOCK_ENTRIES = 1 << 18
 
 
 def prefixes_in(folder: str | os.PathLike[str]) -> list[str]:
-    """Return the data sets of a folder by name, which is Megatron's order. Other files are ignored.
+    """Return the data sets of a folder, sorted by name, which is Megatron's order.
 
-    Raises DataError if there is none, or if a .bin has no .idx or an .idx no .bin.
+    Loss masks and other files are left out. Raises DataError if there is no data set, or if a .bin
+    has no .idx or an .idx no .bin.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -103,11 +104,12 @@ def merge(
 ) -> IndexedDatasetWriter:
     """Concatenate the data sets `inputs` into one, with their masks; return its closed writer.
 
-    Different integer types become the smallest type that can represent all, reported with `say`.
-    The output appears when it is complete; the next merge removes leftovers of a killed one.
-    `on_progress` gets the bytes of .bin files copied so far. Raises ConfigError if the output is
-    one of the inputs or the inputs cannot be joined, and DataError for damaged inputs and for an
-    output that cannot be written or does not fit on the disk.
+    Different types of tokens become the smallest type that can represent all; `say` is called with
+    such notices. The output appears when it is complete; the next merge removes leftovers of a
+    killed one. `on_progress` gets the bytes of .bin files, without masks, copied so far. Raises
+    ConfigError if there are no inputs, if the output is one of them, or if they cannot be joined,
+    and DataError for damaged inputs and for an output that cannot be written or does not fit on the
+    disk.
     """
     if not inputs:
         raise ConfigError("nothing to merge: name at least one data set")
@@ -167,7 +169,10 @@ def _merge_records(
     output: str | os.PathLike[str],
     say: Callable[[str], None],
 ) -> None:
-    """Record which tokenizer wrote the data, if all inputs name the same one."""
+    """Record which tokenizer wrote the data, if all inputs name the same one.
+
+    `say` is called for inputs that name different ones.
+    """
     records = {os.fspath(prefix): read_record(prefix) for prefix in inputs}
     (first, record), *rest = records.items()
     for prefix, other in rest:
@@ -195,7 +200,7 @@ def _open(prefix: str | os.PathLike[str]) -> IndexedDataset:
 
 
 def total_bytes(inputs: Sequence[str | os.PathLike[str]]) -> int:
-    """Return the bytes of the .bin files, for a progress bar; missing files count as empty."""
+    """Return the bytes of the .bin files, without those of masks; missing files count as empty."""
     return sum(bin_path(p).stat().st_size for p in inputs if bin_path(p).is_file())
 
 
@@ -266,7 +271,7 @@ def _add_structure(writer: IndexedDatasetWriter, dataset: IndexedDataset) -> Non
 
 
 def _tokens(dataset: IndexedDataset) -> Iterator[npt.NDArray[Any]]:
-    """Yield all tokens in chunks."""
+    """Yield all tokens of a data set in chunks. Raises DataError if .bin cannot be read."""
     path = bin_path(dataset.prefix)
     left = dataset.num_tokens
     try:
@@ -287,7 +292,7 @@ def _tokens(dataset: IndexedDataset) -> Iterator[npt.NDArray[Any]]:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run and return the exit code: 0, or 2 after an error in the input."""
+    """Run and return the exit code: 0, or 2 after an error."""
     args = build_parser().parse_args(argv)
     inputs = args.inputs if args.input is None else prefixes_in(args.input)
     with ByteProgress("merged", total_bytes(inputs)) as progress:

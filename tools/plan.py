@@ -52,17 +52,23 @@ _WIDTH = 190  # columns that the table of layouts needs
 EPILOG = """\
 A LAYOUT is a list such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective. Names and values:
 
-  nodes, gbs (global batch), tp, pp, chunks, schedule (1f1b, interleaved, zb-h1), mbs (micro-batch), sp (on, off),
-  overlap (tensor-parallel messages: on, off), zero (0 to 3), shard, states (ranks over which ZeRO divides weights and
-  gradients, and optimizer state: a number, node, world), offload (optimizer's state in host memory: on, off),
-  recompute (none, selective[:MODULE+MODULE], full[:uniform|block[:LAYERS]]), order (rank order), devices (device order
-  within a node: 0-1-6-7-2-3-4-5)
+  nodes, gbs (global batch), tp, pp, cp, ep, chunks, mbs (micro-batch)
+  schedule       1f1b, interleaved, zb-h1
+  sp             sequence parallelism: on, off
+  overlap        of tensor-parallel messages: on, off
+  zero           ZeRO stage, 0 to 3
+  shard, states  ranks over which ZeRO shards gradients (in stage 3 also weights), and optimizer
+                 state: a number, node, world
+  offload        optimizer state in host memory: on, off
+  recompute      none, selective[:MODULE+MODULE], full[:uniform|block[:LAYERS]]
+  order          rank order
+  devices        device order within a node: 0-1-6-7-2-3-4-5
 
-A preset gives the model, not the layout; flags of pretrain_gpt.py after -- change the model. The search chooses the
-fastest value of each name that a layout leaves out; offload stays off. --fix and --allow take several values: tp=4,8.
-recompute=full means full:uniform:1 in a layout, and every full:... in --fix and --allow. A formula ranks all layouts
-that fit; then the pipeline schedule is simulated for the best layouts overall, and for the best layouts with each value
-of each name.
+A preset gives the model, not the layout; flags of pretrain_gpt.py after -- change the model. The
+search chooses the fastest value of each name that a layout leaves out; offload stays off. --fix and
+--allow take several values: tp=4,8. recompute=full means full:uniform:1 in --layout, and every
+full:... in --fix. A formula ranks all layouts; then the pipeline schedule is simulated for the best
+of those that fit, overall and with each value of each name.
 
 Exit codes: 0; 2 error in the input; 3 nothing fits, or a layout is rejected."""
 
@@ -86,18 +92,18 @@ def build_parser() -> argparse.ArgumentParser:
         "--nodes",
         metavar="N",
         help="number of nodes, such as 128, a list 64,128 or a doubling range 16:128 "
-        "(default: 1 if the cluster file describes a single node)",
+        "(default: 1 if the machine has a single node)",
     )
     what.add_argument(
         "--devices",
         metavar="N",
-        help="total number of devices instead of nodes, to use part of a node",
+        help="total number of devices, instead of --nodes, to use part of a node",
     )
     what.add_argument(
         "--global-batch",
         metavar="B",
         help="samples per step, such as 640, a list 640,1280 or a doubling range 640:8000 "
-        "(default: the preset's)",
+        "(default: that of the preset)",
     )
     what.add_argument(
         "--tokens",
@@ -107,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     how = parser.add_argument_group("search")
     several: dict[str, Any] = dict(nargs="+", action="extend", default=[], metavar="NAME=VALUE")
-    how.add_argument("--fix", help="restrict the search to these values", **several)
+    how.add_argument("--fix", help="restrict the search to these values of a name", **several)
     how.add_argument(
         "--allow",
         help="also search values that are left out by default: tp beyond a node, mbs that "
@@ -169,8 +175,8 @@ def _add_output(out: argparse._ArgumentGroup) -> None:
         "--output",
         type=Path,
         metavar="DIR",
-        help="folder for table.csv, table.json, timeline.png, trace.json and job.sbatch (command.sh on "
-        "machines other than Frontier and LUMI, and for a part of a node)",
+        help="folder for table.csv, table.json, timeline.png, trace.json and job.sbatch "
+        "(command.sh on machines other than Frontier and LUMI, and for a part of a node)",
     )
     out.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
 
@@ -179,7 +185,10 @@ def _add_output(out: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Search, or evaluate the layouts of --layout; print and write. Raises ConfigError."""
+    """Search, or evaluate the layouts of --layout; print and write; return the exit code.
+
+    Raises ConfigError.
+    """
     layout_search = make_search(args, flags)
     restricted = [_restrict_to_layout(layout_search, text) for text in args.layout]
     if args.output is not None:
@@ -280,7 +289,7 @@ def make_search(args: argparse.Namespace, flags: Sequence[str]) -> LayoutSearch:
 
 
 def _restrict_to_layout(layout_search: LayoutSearch, text: str) -> LayoutSearch:
-    """Restrict a search to the layouts of --layout, within --fix. Raises ConfigError."""
+    """Return the search restricted to a --layout, and to --fix. Raises ConfigError."""
     requested = parse_layout(text, "--layout")
     space = layout_search.space
     if "recompute" in requested:  # "full" has the meaning of --recompute-granularity full
@@ -305,7 +314,7 @@ def _restrict_to_layout(layout_search: LayoutSearch, text: str) -> LayoutSearch:
 
 
 def _check_host(*restrictions: Restrictions, cluster: Cluster) -> None:
-    """Raise ConfigError for offload=on if a GPU machine's file does not describe its hosts."""
+    """Raise ConfigError for offload=on if the file of a GPU machine does not describe the hosts."""
     if cluster.device_type != "cpu" and any(
         True in restriction.get("offload", ()) for restriction in restrictions
     ):

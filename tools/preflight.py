@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME|FILE",
         default=os.environ.get("MEGATRON_CLUSTER") or "none",
         help="machine whose [bands] devices and links must reach; none: compare ranks with "
-        "each other only (default: MEGATRON_CLUSTER). On a CPU, speed is not judged",
+        "each other only (default: MEGATRON_CLUSTER, else none). On a CPU, speed is not judged",
     )
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder for good_hosts and bad_hosts"
@@ -56,8 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=real(least=5),
         default=60.0,
         metavar="S",
-        help="time limit of each measurement; processes that have not reported after twice this "
-        "time count as missing (default 60)",
+        help="time limit of each measurement; processes that have not reported on their device "
+        "after twice this time count as missing (default 60)",
     )
     parser.add_argument(
         "--backend", choices=("gloo", "nccl"), help="default: nccl (RCCL) with devices, else gloo"

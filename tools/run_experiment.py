@@ -7,11 +7,11 @@
 
 Inside an allocation it is called by weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh in
 examples/frontier. Flags of pretrain_gpt.py for all points follow --. Each point gets a folder with
-its description (point.json), metrics.jsonl, log and result (result.json), which
-tools/report.py turns into tables and plots.
+its description (point.json), metrics.jsonl, log and result (result.json). tools/report.py turns
+these folders into tables and plots.
 
 Exit codes: 0 all points done; 1 a point failed or does not fit; 2 error in the input; 3 out of
-time: the same command resumes; 4 out of time before any point was done.
+time or interrupted: the same command resumes; 4 the same, but no point was completed this time.
 """
 
 from __future__ import annotations
@@ -69,14 +69,15 @@ def build_parser() -> argparse.ArgumentParser:
         type=_numbers,
         default=(),
         metavar="N,N",
-        help="values of the parameter that varies (default: depends on the model)",
+        help="values of the size that varies (default: depends on the experiment and the model)",
     )
     parser.add_argument(
         "--batch",
         type=_COUNT,
         metavar="N",
-        help="sequences per replica (weak), micro-batches per stage (pp-bubble), or sequences in "
-        "total (not for batch, which varies it) (default: as published)",
+        help="samples per replica (weak), micro-batches per pipeline stage (pp-bubble), or samples "
+        "per step; not for the experiment batch, which varies them (default: as published, else "
+        "that of the experiment or the preset)",
     )
     parser.add_argument(
         "--iterations", type=_COUNT, default=3, metavar="N", help="measured steps (default 3)"
@@ -117,13 +118,13 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--list",
         action="store_true",
-        help="print one job per point: name, nodes, time, partition",
+        help="print a job for each point that is left to run: name, nodes, time, partition",
     )
     group.add_argument(
         "--print-limit",
         type=_COUNT,
         metavar="NODES",
-        help="print the time limit of a job on NODES nodes",
+        help="print the cluster's time limit for a job on NODES nodes",
     )
     group.add_argument(
         "--launcher",
@@ -170,7 +171,11 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
         help="partition whose limits apply (default: the cluster's first)",
     )
     group.add_argument(
-        "--tflops", type=real(), metavar="T", help="hardware TFLOP/s per device (MI250X: per GCD)"
+        "--tflops",
+        type=real(),
+        metavar="T",
+        help="hardware TFLOP/s per device (MI250X: per GCD), for estimated times (default: as "
+        "published)",
     )
 
 
@@ -202,9 +207,9 @@ def requested(
 
 
 def longest_job(cluster: Cluster | None, nodes: int, partition: str | None) -> str:
-    """Return the longest time of a job for sbatch -t. Raises ConfigError if unknown."""
+    """Return the longest time of a job, for sbatch -t. Raises ConfigError without a cluster."""
     if cluster is None:
-        raise ConfigError("--print-limit needs --cluster")
+        raise ConfigError("--print-limit and --list need a --cluster other than none")
     minutes = round(60 * cluster.wall_limit_hours(nodes, partition))
     return f"{minutes // 60:02}:{minutes % 60:02}:00"
 
@@ -212,7 +217,10 @@ def longest_job(cluster: Cluster | None, nodes: int, partition: str | None) -> s
 def list_jobs(
     args: argparse.Namespace, points: list[Point], cluster: Cluster | None, root: Path
 ) -> None:
-    """Print the resources of a separate job for each open point; a dash is the default partition."""
+    """Print the resources of a separate job for each point not yet started, or interrupted.
+
+    A dash stands for the default partition.
+    """
     for point in points:
         if state_of(root / point.name, point)[0] in ("", "interrupted"):
             partition = args.partition if point.fits_alone else point.queue or args.partition
@@ -225,7 +233,7 @@ def list_jobs(
 
 
 def chosen(points: list[Point], names: Sequence[str] | None) -> list[Point]:
-    """Return the points of these names. Raises ConfigError for an unknown name."""
+    """Return the points of these names; None: all. Raises ConfigError for an unknown name."""
     known = {point.name: point for point in points}
     unknown = [name for name in names or () if name not in known]
     if unknown:
@@ -268,7 +276,7 @@ def _say(line: str) -> None:
 
 
 def summary(outcome: Experiment, root: Path) -> None:
-    """Print the outcome of the points, and the command for the report."""
+    """Print the outcome of the points, and the command that writes the report."""
     failed = outcome.reasons(FAILED)
     waiting = outcome.waiting
     _say(

@@ -4,10 +4,11 @@
     python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b
     python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b --table ranks.csv
 
-Accepts all flags of pretrain_gpt.py; --rank-order and --device-order replace the chosen orders. The
-seconds assume that no message overlaps with computation: use them to compare placements, not to
-predict a step. Bandwidths are published ones or, where marked ~, estimates from the link table
-([sources] in the cluster file, megatron/planner/node_links.py).
+Accepts all flags of pretrain_gpt.py. The tool chooses the orders of ranks and devices unless
+--rank-order and --device-order are given. The seconds assume that no message overlaps with
+computation: use them to compare placements, not to predict a step. Bandwidths are published ones
+or, where marked ~, estimates from the link table ([sources] in the cluster file,
+megatron/planner/node_links.py).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from megatron.untrusted import without_waiting
 class RankRow(NamedTuple):
     """Row of the table for one rank.
 
-    node, device  numbers of its node and of its device within the node
+    node, device  number of its node, and number of its device within the node
     nic           name of the device's network card
     tp, dp, pp    tensor-, data- and pipeline-parallel rank
     cp, ep        ranks in the context- and expert-parallel subgroups of the data-parallel group
@@ -99,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--table",
         type=Path,
         metavar="FILE.csv",
-        help="write node, device and layers of every rank to this file",
+        help="write the location, coordinates and layers of every rank to this file",
     )
     return parser
 
@@ -123,7 +124,7 @@ def write_table(path: Path, config: Config, placement: Placement) -> None:
 
 
 def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
-    """Print the placement and the requested tables."""
+    """Print the placement and its first nodes, and write --table. Raises ConfigError."""
     config = parse_plan(flags, checkpoint=settings_to_take)
     if config.parallel.cluster is None:
         raise ConfigError(

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Predict the memory of a configuration and where its step time goes. Runs nothing.
+"""Predict the memory of a configuration and where the time of a step goes. No training is run.
 
     python tools/show_recipe.py --preset gpt-175b-frontier --world-size 1024 [flags of pretrain_gpt.py]
     python tools/show_recipe.py --preset gpt-22b-frontier --world-size 128 --vary global-batch-size 640 1280 2560
@@ -38,7 +38,7 @@ _PLAIN = "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
 
 @dataclass(frozen=True)
 class Recipe:
-    """Preset with flags, on the nodes of its script in examples/frontier.
+    """Preset with flags, on the number of nodes that the script in examples/frontier uses.
 
     model   size of the model, such as 22B
     kind    "paper" or "frontier": the paper's settings, or ours
@@ -81,8 +81,8 @@ def _ours(model: str, nodes: int, more: str = "", note: str = "") -> Recipe:
 
 
 # Each of our recipes is paired with the paper's layout on the same devices and samples per step.
-# Their weak scaling has 640 (175B) and 1600 (1T) samples per replica of their layout: 10,240 and
-# 9,600 on the same devices.
+# The paper's weak scaling has 640 (175B) and 1600 (1T) samples per replica of the paper's layout:
+# 10,240 and 9,600 on the same devices.
 RECIPES: tuple[Recipe, ...] = (
     _paper("1.4B", 1024, 8, "--global-batch-size 512", "layout and batch not published: ours"),
     _ours("1.4B", 8),
@@ -121,7 +121,7 @@ def _sizes(parallel: ParallelConfig) -> str:
 
 
 def outlook_tables(configs: Mapping[str, Config], cluster: Cluster) -> list[Table]:
-    """Tabulate layout, memory and time of configurations by name, on the placement of each.
+    """Tabulate layout, memory and time of configurations by name, each on the best placement.
 
     Raises ConfigError for a configuration that cannot be placed on the cluster.
     """
@@ -209,7 +209,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         usage="%(prog)s [options] [flags of pretrain_gpt.py, with --world-size N]",
     )
     add_preset(parser)
-    parser.add_argument("--all", action="store_true", help="show the recipes of examples/frontier")
+    parser.add_argument(
+        "--all", action="store_true", help="show the recipes of examples/frontier and of the paper"
+    )
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument(
         "--vary",
@@ -229,7 +231,7 @@ def configurations(args: argparse.Namespace, flags: list[str]) -> dict[str, Conf
     if args.all:
         if flags or args.vary:
             raise ConfigError(
-                "--all shows the unmodified recipes: it can be combined only with --markdown"
+                "--all shows the unmodified recipes: combine it only with --markdown and --cluster"
             )
         return {name_of(recipe): parse_plan(recipe.argv()) for recipe in RECIPES}
     if args.vary is None:

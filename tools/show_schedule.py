@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Show a pipeline schedule: each rank's passes over time, its waits and its memory.
+"""Show a pipeline schedule: each rank's passes and waits over time, and its live activations.
 
 python tools/show_schedule.py --schedule interleaved --pipeline-size 4 --chunks 2 --micro-batches 8 --plot out.png
 python tools/show_schedule.py --timeline runs/a/timeline.json
@@ -77,10 +77,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--timeline",
         type=Path,
         metavar="FILE.json",
-        help="draw a step that a run has recorded, instead of a schedule (by default to FILE.png)",
+        help="draw a step that a run has recorded, instead of a schedule (default: to FILE.png)",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw the schedule (needs matplotlib)"
+        "--plot", type=Path, metavar="FILE.png", help="file for the plot (needs matplotlib)"
     )
     return parser.parse_args(argv)
 
@@ -127,13 +127,13 @@ def peak_receives(schedule: Schedule) -> tuple[int, ...]:
 
 
 def label(instruction: Instruction, schedule: Schedule) -> str:
-    """Return the operation's letter, the micro-batch and, if there are several, the chunk: F3.1."""
+    """Return the operation's letter and micro-batch, with several chunks also the chunk: F3.1."""
     chunk = f".{instruction.stage // schedule.pipeline_size}" if schedule.chunks > 1 else ""
     return f"{instruction.op.letters}{instruction.micro_batch}{chunk}"
 
 
 def text_lanes(schedule: Schedule, timeline: ScheduleTimeline) -> str:
-    """Return a line per rank: time in steps of the shortest computation, waits as dots."""
+    """Return a line per rank, whose unit of time is the shortest computation; waits are dots."""
     spans = [span for rank in timeline.ranks for span in rank]
     step = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
     width = max(len(label(span.instruction, schedule)) for span in spans) + 1
@@ -168,9 +168,10 @@ def report(schedule: Schedule, timeline: ScheduleTimeline) -> str:
 
 
 def recorded(path: Path) -> tuple[ScheduleTimeline, int]:
-    """Return the passes of the first pipeline in a run's timeline, and the iteration.
+    """Return the passes of one pipeline in a run's timeline, and the iteration.
 
-    Raises DataError if the file is not such a timeline.
+    The pipeline is that of the first tensor-parallel rank in the first replica. Raises DataError if
+    the file is not such a timeline.
     """
     try:
         events = read_json(path, _MOST_BYTES, error=DataError)["traceEvents"]

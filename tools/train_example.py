@@ -1,9 +1,10 @@
 """Train a small GPT on text from this machine, and print a sample. `make train` runs this.
 
 Creates a corpus from the Python standard library and trains a vocabulary on it; both are kept in
---folder and reused. Then runs pretrain_gpt.py on 2 processes (interleaved pipeline of 2 stages,
-ZeRO-1), or on the machine's accelerators, and writes a report. Exit code 1 if the validation loss
-does not fall as expected. After Ctrl-C the same command continues from the saved checkpoint.
+--folder and reused. Then runs pretrain_gpt.py on 2 CPU processes or up to 2 accelerators (two
+processes form an interleaved pipeline with ZeRO-1), generates the sample and writes a report. Exit
+code 1 if the validation loss does not fall as expected. After Ctrl-C the same command continues
+from the checkpoint that was saved, if any.
 """
 
 from __future__ import annotations
@@ -77,11 +78,11 @@ QUICK = Size(0.6, 512, 4, 32, 2, 32, 1, 4, 20, 10, 2, 1e-2, 8, 0.0)
 class LocalMachine:
     """Machine of the example.
 
-    device     "cuda" (or ROCm) or "cpu"
+    device     "cuda" (also for ROCm) or "cpu"
     processes  number of processes
     threads    threads of each process
     bf16       whether to train in bf16
-    reason     description of this choice, as printed
+    reason     description of the choice, to be printed
     """
 
     device: str
@@ -98,8 +99,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--folder",
         default="runs/example",
         metavar="FOLDER",
-        help="folder for everything that is written; FOLDER/run is emptied first, unless it was "
-        "interrupted",
+        help="folder for everything that is written; FOLDER/run is removed first, unless an "
+        "interrupted run is resumed",
     )
     parser.add_argument(
         "--iterations",
@@ -254,7 +255,7 @@ def prepare(steps: Steps, size: Size, folder: Path) -> tuple[Path, Path]:
 
 
 def unfinished(stamp: Path, job: Mapping[str, object]) -> LocalMachine | None:
-    """Return the machine of a run of the same job that was interrupted; None without one."""
+    """Return the machine of an interrupted run of the same job; None if there is no such run."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         before = json.loads(stamp.read_text())
         machine = LocalMachine(**before.pop("machine"))
@@ -263,7 +264,7 @@ def unfinished(stamp: Path, job: Mapping[str, object]) -> LocalMachine | None:
 
 
 def checkpoint_of(folder: Path) -> Path | None:
-    """Return the newest checkpoint of a run that was interrupted; None without one."""
+    """Return the newest valid checkpoint of an interrupted run; None if there is none."""
     from megatron.checkpoint.find import find
 
     return find(folder / "run").folder if (folder / UNFINISHED).exists() else None
@@ -317,7 +318,7 @@ def make(target: Path, outputs: Sequence[Path], command: Sequence[str]) -> None:
 
 
 def choose_machine() -> LocalMachine:
-    """Choose accelerators if present, otherwise 2 CPU processes in the faster dtype."""
+    """Choose up to 2 accelerators if present, otherwise 2 CPU processes in the faster dtype."""
     import torch
 
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -338,7 +339,7 @@ def choose_machine() -> LocalMachine:
 
 
 def matmul_gflops(dtype: object, seconds: float = 1.0) -> float:
-    """Measure the rate of [1024, 256] x [256, 1024] products, as in the example's MLP."""
+    """Measure the rate of matrix products [1024, 256] x [256, 1024], as in the example's MLP."""
     import torch
 
     a, b = torch.randn(1024, 256).to(dtype), torch.randn(256, 1024).to(dtype)  # type: ignore[call-overload]
@@ -395,7 +396,7 @@ def training_arguments(
 
 
 def environment(machine: LocalMachine) -> dict[str, str]:
-    """Return the environment of a process."""
+    """Return the environment of every process; `train` adds a launcher's variables."""
     env = dict(os.environ)
     if machine.device == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(machine.threads))
@@ -403,7 +404,7 @@ def environment(machine: LocalMachine) -> dict[str, str]:
 
 
 def train(arguments: Sequence[str], machine: LocalMachine) -> None:
-    """Start processes as a launcher would, and wait for all.
+    """Start the processes of the training as a launcher would, and wait for all.
 
     Raises LaunchError if one fails, and Interrupted.
     """
@@ -438,10 +439,11 @@ def run_together(
 ) -> list[int | None]:
     """Run commands at the same time and return their exit codes.
 
-    After a process fails, the others get time to report; the code of a process that has not ended
-    by then is None. Raises Interrupted after a signal, once all have ended. Each runs in a separate
-    session, so that a terminal's Ctrl-C reaches it once, from this process: a second one would end
-    it without saving. The kernel kills the processes if this process dies.
+    After a process fails, the others get time to report; those that have not ended by then are
+    killed, and their codes are None. Raises Interrupted after a signal, once all have ended. Each
+    process runs in a separate session, so that it receives a terminal's Ctrl-C once, from this
+    process: a second signal would end it without saving. The kernel kills the processes if this
+    process dies.
     """
     processes: list[subprocess.Popen[bytes]] = []
     watch = [sys.executable, "-I", "-S", parent_watch.__file__, str(os.getpid())]
@@ -475,7 +477,10 @@ def run_together(
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[signal.Signals]]:
-    """Collect SIGNALS instead of ending; a repetition within ONE_PRESS_S counts as one signal."""
+    """Yield a list that collects SIGNALS, which do not end this process meanwhile.
+
+    A repetition of a signal within ONE_PRESS_S does not count.
+    """
     noted = list[signal.Signals]()
     last = dict[int, float]()
 
@@ -497,7 +502,7 @@ def noted_signals() -> Iterator[list[signal.Signals]]:
 
 
 def summary(size: Size, run: Path, picture: Path, steps: Steps) -> int:
-    """Print the results; return 1 if the validation loss fell less than `least_drop_nats`."""
+    """Print the results; return 0, or 1 if the validation loss fell less than expected."""
     records = read_records(run / "metrics.jsonl")
     valid = [r for r in records if r["event"] == "validation" and r["dataset"] == "valid"]
     iterations = [r for r in records if r["event"] == "iteration"]

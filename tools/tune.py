@@ -35,9 +35,9 @@ EPILOG = """\
 searches:
 {searches}
 
-Exit codes: 0 a best layout was found and confirmed, and all trials are done; 1 no layout has valid figures; 2 error in
-the input; 3 interrupted, or time or nodes ran out before all trials were done: the same command resumes; 4 out of time
-before any trial finished."""
+Exit codes: 0 all trials are done, and there is a best layout; 1 no layout has valid figures; 2
+error in the input; 3 interrupted, or time or nodes ran out before all trials were done: the same
+command resumes; 4 out of time before any trial finished."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -60,7 +60,7 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--space",
         metavar="FILE|NAME",
-        help="TOML file, or the name of a built-in space (--list-spaces)",
+        help="TOML file with the space, or name of a built-in space (--list-spaces)",
     )
     add_preset(group)
     group.add_argument(
@@ -90,24 +90,23 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
         "--max-trials",
         type=_COUNT,
         metavar="N",
-        help="maximum number of trials, including earlier runs of this command (default: "
-        "until the space is exhausted)",
+        help="maximum number of trials, including those of earlier runs of this command, without "
+        "those of --confirm (default: until the space is exhausted)",
     )
     group.add_argument(
         "--confirm",
         type=integer(0),
         default=3,
         metavar="N",
-        help="after the search, spend up to N more trials on repeating candidates whose "
-        "difference from the best is within the measured noise; the best of all "
-        "measurements wins (default 3; 0: none)",
+        help="after the search, spend up to N more trials on repeating the best candidates that "
+        "differ only within the measured noise; the best median wins (default 3; 0: none)",
     )
     group.add_argument(
         "--walltime",
         metavar="T",
         help="time limit of this run of the command: 90 (minutes), 1:30:00 or 1-00:00:00; "
-        "no trial is started that would not finish in time (default: the allocation's, "
-        "or none)",
+        "no trial is started that is not expected to finish in time (default: the "
+        "allocation's limit, or none)",
     )
     group.add_argument(
         "--retry-failed",
@@ -139,14 +138,14 @@ def _add_trials(group: argparse._ArgumentGroup) -> None:
         "--trial-limit",
         type=_SECONDS,
         metavar="SECONDS",
-        help="time limit of a trial (default: from the planner's step time, or 1800)",
+        help="time limit of a trial (default: from the planner's step time, 1800 without it)",
     )
     group.add_argument(
         "--stall",
         type=_SECONDS,
         metavar="SECONDS",
-        help="a trial without a new step for this long counts as hanging (default: from its "
-        "earlier steps)",
+        help="a trial without a new step for this long counts as hanging (default: from the "
+        "trial's earlier steps)",
     )
 
 
@@ -161,7 +160,7 @@ def _add_devices(group: argparse._ArgumentGroup) -> None:
         type=_COUNT,
         metavar="N",
         help="local: number of devices for trials (default: those of --cluster, else the "
-        "GPUs, else the number of cores or processes given in the space)",
+        "GPUs, else the number of cores, or of processes in the space if that is larger)",
     )
     group.add_argument(
         "--hosts-file",
@@ -186,13 +185,13 @@ def _add_devices(group: argparse._ArgumentGroup) -> None:
         "--nodes",
         type=_COUNT,
         metavar="N",
-        help="slurm: number of nodes to assume for --dry-run outside an allocation",
+        help="slurm: number of nodes to assume for --dry-run without --hosts-file",
     )
     group.add_argument(
         "--cluster",
         metavar="NAME|FILE",
         help="machine for the planner's ranking, memory and placement; none: no planner "
-        "(default: MEGATRON_CLUSTER, else, on Slurm, the cluster named in the space)",
+        "(default: MEGATRON_CLUSTER, else with slurm the cluster that the space names)",
     )
     group.add_argument(
         "--headroom",
