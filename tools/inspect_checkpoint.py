@@ -112,6 +112,8 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         if args.verify or args.norms or args.provenance:
             raise ConfigError("--diff can be combined with --match, --tag and --json only")
         return show_difference(args)
+    if args.verify and (args.match or args.norms or args.provenance):
+        raise ConfigError("--verify can be combined with --tag and --json only")
     return check(args) if args.verify else show(args)
 
 

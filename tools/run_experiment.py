@@ -209,7 +209,7 @@ def requested(
 def longest_job(cluster: Cluster | None, nodes: int, partition: str | None) -> str:
     """Return the longest time of a job, for sbatch -t. Raises ConfigError without a cluster."""
     if cluster is None:
-        raise ConfigError("--print-limit and --list need a --cluster other than none")
+        raise ConfigError("the longest time of a job is that of a machine: name it with --cluster")
     minutes = round(60 * cluster.wall_limit_hours(nodes, partition))
     return f"{minutes // 60:02}:{minutes % 60:02}:00"
 

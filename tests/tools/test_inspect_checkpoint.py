@@ -91,6 +91,7 @@ def test_verification(tmp_path, run):
         code, output = run(*arguments, "--verify")
         assert code == 1 and f"{folder}/__0_0.distcp" in output
     assert run(old, "--verify")[0] == 0
+    assert run(old, "--verify", "--norms")[0] == 2
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     report = json.loads(run(tmp_path, "--verify", "--json")[1])["problems"]
     assert "7" in report["tracker"][0] and report["iter_0000050"] == []

@@ -100,6 +100,8 @@ def _tracked(root: Path) -> str:
                     "name with --load-tag"
                 )
             return tagged_name(text)
+    if why := _why_unreadable(root):
+        raise CheckpointError(f"{root} {why}")
     raise CheckpointError(
         f"{root} is not a folder that can be converted, and has neither latest nor {TRACKER}: name "
         "a folder in it with --load-tag"
@@ -129,21 +131,27 @@ def read_source(
     if read := reader_of(folder):
         with layout_errors(folder):
             return read(folder, optimizer, version, plain)
+    why = _why_unreadable(folder) or (
+        f"has neither DeepSpeed's mp_rank_00_model_states.pt nor Megatron's mp_rank_00/{FILE} "
+        f"or {BACKENDS} (torch_dist)"
+    )
+    raise CheckpointError(f"{folder} {why}")
+
+
+def _why_unreadable(folder: Path) -> str:
+    """Return why a folder of a known other format cannot be converted; "" if it has none."""
     names = {path.name for path in folder.iterdir()}
     if any(
         name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in names
     ):
-        why = "was saved with ZeRO stage 3: extract its weights with the zero_to_fp32.py next to it"
-    elif "zero" in names:
-        why = "is a universal checkpoint: convert the one that it was made from"
-    elif MANIFEST in names or SHARD_INDEX in names:
-        why = "is one of this program's own: load it with --load"
-    else:
-        why = (
-            f"has neither DeepSpeed's mp_rank_00_model_states.pt nor Megatron's mp_rank_00/{FILE} "
-            f"or {BACKENDS} (torch_dist)"
+        return (
+            "was saved with ZeRO stage 3: extract its weights with the zero_to_fp32.py next to it"
         )
-    raise CheckpointError(f"{folder} {why}")
+    if "zero" in names:
+        return "is a universal checkpoint: convert the one that it was made from"
+    if MANIFEST in names or SHARD_INDEX in names:
+        return "is one of this program's own: load it with --load"
+    return ""
 
 
 def plan_conversion(source: SourceCheckpoint, chosen: Mapping[str, Any]) -> Plan:

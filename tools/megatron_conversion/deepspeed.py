@@ -323,9 +323,8 @@ class ZeroShards:
         expected_ranks = list(range(min(expected, len(ranks) + 1)))
         if ranks != expected_ranks:
             missing = sorted(set(expected_ranks) - set(ranks))
-            example = re.sub(
-                r"pp_rank_\d+", f"pp_rank_{missing[0] if missing else expected}", self.files[0].name
-            )
+            rank = missing[0] if missing else min(set(ranks) - set(expected_ranks))
+            example = re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", self.files[0].name)
             raise CheckpointError(
                 f"{self.files[0].parent} has shards of {len(ranks)} data-parallel ranks, but "
                 f"{expected} wrote it: {example} is {'missing' if missing else 'from another run'}"

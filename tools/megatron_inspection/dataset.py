@@ -194,7 +194,12 @@ def inspect(
             _check_documents(inspection, inspection.index)
             if inspection.sound:
                 inspection.lengths = count_lengths(inspection.index)
-            inspection.record = record = read_record(name)
+            record = None
+            try:
+                inspection.record = record = read_record(name)
+            except DataError as error:
+                path = record_path(name)
+                inspection.add(path, None, str(error).removeprefix(f"{path}: "))
             if (
                 tokenizer is not None
                 and record is not None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.checkpoint.files import MANIFEST
 from megatron.checkpoint.find import find_folder
 from megatron.metrics_file import read_records
 from megatron_conversion.deepspeed import ZeroShards, shards_in
@@ -292,10 +293,15 @@ def test_program(tmp_path, folder, wrote, capsys):
     target = str(tmp_path / "new")
     assert main([source, "--dry-run"]) == 0
     assert "DeepSpeed 0." in capsys.readouterr().out
+    for name, file in (("own", MANIFEST), ("universal", "zero")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
     for arguments, named in (
         ([source], "TARGET"),
         ([source, target, "--numlayers", "2"], "--num-layers"),
         ([str(tmp_path), target], "--load-tag"),
+        ([str(tmp_path / "own"), target], "--load"),
+        ([str(tmp_path / "universal"), target], "universal"),
     ):
         assert main(arguments) == 2 and named in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -57,6 +57,13 @@ def test_an_id_that_the_tokenizer_lacks(tmp_path, capsys):
     assert f"problem: {bad}.bin: byte 2: id 60" in second and "| <id 60>\n" in second
 
 
+def test_a_damaged_record_of_the_tokenizer_is_named(tmp_path):
+    prefix = write(tmp_path / "a", [[[1, 2]], [[60]]])
+    Path(f"{prefix}.tokenizer.json").write_text("{")
+    record, tokens = texts(prefix, vocab_size=50, validate=True)
+    assert record.startswith(f"{prefix}.tokenizer.json: ") and tokens.startswith(f"{prefix}.bin: ")
+
+
 @pytest.mark.slow
 @given(
     documents=st.lists(
