@@ -199,7 +199,7 @@ def inspect(
                 inspection.record = record = read_record(name)
             except DataError as error:
                 path = record_path(name)
-                inspection.add(path, None, str(error).removeprefix(f"{path}: "))
+                inspection.add(path, None, str(error).removeprefix(str(path)).lstrip(": "))
             if (
                 tokenizer is not None
                 and record is not None
