@@ -204,6 +204,7 @@ prepare_environment() {
     elif send_tar "$SITE_ENV" environment bash -c "$imports" check; then
         PYTHON=$SITE_NVME/environment/bin/python sent=1
         # A snapshot of the code, so that a later edit in the clone cannot affect only some of the ranks.
+        run mkdir -p "$LOGS"
         if run tar -C "$MEGATRON_ROOT" --exclude=__pycache__ -cf "$LOGS/code.tar" megatron tools pretrain_gpt.py &&
             send_tar "$LOGS/code.tar" "$job_code" test -s; then
             CODE=$SITE_NVME/$job_code

@@ -70,7 +70,7 @@ _POLL_S = 0.2
 _LEAST_STALL_S = 60.0
 _SLOWER = 10.0
 _EXIT_S = 30.0  # allowed from the last record to the end of the processes
-_MOST_LOST = 2  # attempts that a run may lose to dead nodes; at the next, the run is blamed
+_MOST_LOST = 2  # attempts that a run may lose to dead nodes; the next loss is its result
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

@@ -62,8 +62,8 @@ SETTINGS = (
         "GPU_MAX_HW_QUEUES",
         lambda config: "8",
         "HIP maps the streams of each priority onto 4 queues, and streams on one queue wait for "
-        "each other: with 8 the seven communicators of a rank (world, tensor, data, model, "
-        "embedding, two neighbours) have one each",
+        "each other: with 8 the seven communicators of a dense model's rank (world, tensor, "
+        "data, model, embedding, two neighbours) have one each",
         builds=_ROCM,
     ),
     Setting(
