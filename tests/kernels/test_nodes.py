@@ -102,6 +102,7 @@ def implementation(request, monkeypatch):
     if request.param == "nodes":
         request.getfixturevalue("built")
     else:
+        library.find("cpu")  # or its nodes, loaded within a test, would be undone after it
         monkeypatch.setattr(library, "_nodes", None)
 
 
