@@ -5,7 +5,8 @@
     python tools/show_recipe.py --preset gpt-22b-frontier --world-size 128 --vary global-batch-size 640 1280 2560
     python tools/show_recipe.py --all [--markdown]
 
---all shows the presets of examples/frontier and those of the paper (also in docs/frontier.md).
+--all shows the presets of examples/frontier and those of the paper (also in
+docs/measured/frontier.md).
 """
 
 from __future__ import annotations

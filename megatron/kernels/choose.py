@@ -426,8 +426,8 @@ HOST_FASTER = {
     # two passes and no copy of the logits, where torch needs a copy and six passes
     "cross_entropy": EVERY_TYPE,
     "permute": EVERY_TYPE,  # one pass per direction, where torch's gradient adds row by row
-    # norm, clipping, update and 16-bit weights in two passes; in other dtypes torch's update also
-    # takes just one
+    # norm, clipping, update and 16-bit weights in two passes; in fp32 torch's update also takes
+    # just one
     "optimizer": ("bfloat16",),
 }
 """Dtypes in which an operator's kernel is assumed to be faster than torch's on CPUs without
