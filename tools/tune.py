@@ -111,7 +111,7 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--retry-failed",
         action="store_true",
-        help="repeat trials of earlier runs that gave no valid figures",
+        help="repeat trials of earlier runs that gave no valid figures, except those stopped early",
     )
 
 
