@@ -47,9 +47,9 @@ Check a job before it is submitted. Runs on a login node, without GPUs. Type `pr
   tools/preflight.py check -- srun -N 2 -n 16 python pretrain_gpt.py --preset gpt-22b ...
 
 Job options come from the command line, the environment and #SBATCH lines; they are also checked with sbatch --test-only
-if Slurm is installed. A script that sources job.sh, allocation.sh or experiment.sh of examples/frontier is run with
-DRY_RUN=1: it prints its training command instead of starting it, but its other commands are executed. Any other script
-is only read: give its training command after --. The training command is resolved as in the job, and checked against memory, limits and files on disk.
+if Slurm is installed. A script that sources examples/frontier/job.sh is run with DRY_RUN=1: it prints its training
+command instead of starting it, but its other commands are executed. Any other script is only read: give its training
+command after --. The training command is resolved as in the job, and checked against memory, limits and files on disk.
 
 Exit codes: 0 no errors; 2 errors."""
 _OURS = re.compile(
