@@ -387,7 +387,7 @@ def _fit(
     memory = peak_rank(config, cluster.device_type, capacity or math.inf).total
     if capacity is not None and memory > capacity:
         raise InvalidLayout(
-            "more memory than a device has, by the planner",
+            "predicted memory exceeds device memory",
             f"{memory / GIB:.1f} GiB of {capacity / GIB:.1f} usable",
         )
     words = list[str]()

@@ -1,7 +1,7 @@
 """Pipeline schedules: which rank computes, sends and receives what, and in which order.
 
-This module also runs a schedule on a clock, and counts the activations that a rank holds. Schedules
-are pure data, and the module needs no torch.
+This module also simulates the timing of a schedule, and counts the activations that a rank holds.
+Schedules are pure data, and the module needs no torch.
 
 >>> for instructions in build_schedule("1f1b", pipeline_size=2, chunks=1, micro_batches=2):
 ...     print(" ".join(f"{i.op.letters}{i.micro_batch}" for i in instructions))
@@ -96,7 +96,7 @@ def build_schedule(
 ) -> Schedule:
     """Return the instructions of every pipeline rank for one training step.
 
-    With `forward_only`, return those for one evaluation instead.
+    With `forward_only`, return those for one iteration of an evaluation instead.
 
     name           '1f1b' and 'zb-h1' have one chunk of layers per rank, 'interleaved' two or more;
                    or an order function (orders.py). A pipeline of one rank computes one micro-batch
@@ -268,9 +268,10 @@ def run(
     duplex: bool = True,
     at_once: float = math.inf,
 ) -> Times:
-    """Run the lists on a clock, like the executor (csrc/schedule_clock.cpp).
+    """Simulate the timing of the lists when the executor runs them.
 
-    Times are in ticks, or in floating point if `costs` are.
+    The simulation is in csrc/schedule_clock.cpp. Times are in ticks, or in floating point if
+    `costs` are.
 
     posted   whether the lists contain messages; otherwise results travel by themselves as soon as
              they are computed

@@ -121,7 +121,7 @@ class _Recorder(OperatorRecorder):
         self._steps = None
 
     def begin(self) -> None:
-        """Reset the numbering of storages and messages, so that recordings have equal numbers."""
+        """Restart the numbering of storages and messages: equal passes then have equal records."""
         self.number = self._sent = 0
 
     def note(self, step: PassEvent, *_: object) -> None:

@@ -65,7 +65,8 @@ class SameCopies(Callback):
     It does this after the first step that moved the weights, at the interval of
     --check-weight-hash-across-dp-replicas-interval, and before a save, which writes one of the
     copies. Raises the errors of check_copies on every rank: TrainingError if copies differ, and
-    ConfigError if gradients of the first step are not of the assumed kind.
+    ConfigError if a gradient of the first step is a term of a sum over the tensor ranks but is
+    treated as whole, or the other way round.
     """
 
     def __init__(self) -> None:

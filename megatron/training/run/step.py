@@ -13,10 +13,11 @@ from megatron.training.safety.bad_steps import Spike, count_skip, find_spike, lo
 def train_step(run: Run) -> Spike | None:
     """Run forward, backward and optimizer on one global batch; return its loss spike, if any.
 
-    Once a step has changed the weights, the host waits for a step only with --loss-spike-factor, or
-    for the next loss scale if that is dynamic. Otherwise `finish_step` reads the figures of the
-    step when they are needed, at the latest before the next optimizer step, whose learning rate
-    depends on whether this step was skipped.
+    Until a step has changed the weights, the host waits for each step. Afterwards this call waits
+    for its step only with --loss-spike-factor, or if the optimizer cannot skip on the device; with
+    a dynamic loss scale, the next call waits for it before its passes. Otherwise `finish_step`
+    reads the figures of the step when they are needed, at the latest before the next optimizer
+    step, whose learning rate depends on whether this step was skipped.
     """
     progress = run.progress
     batches = run.batches
