@@ -171,9 +171,9 @@ def _zero(config: Sections) -> Problems:
         elif size > 0:
             of = f"--zero-state-shard-size {size}"
             each = size
-    size = max(0, engine.zero_shard_size) or group_size
+    size = engine.zero_shard_size
     experts = parallel.expert_model_parallel_size
-    if size % experts and experts % size:
+    if size > 0 and size % experts and experts % size:
         yield (
             f"--zero-shard-size {size} is neither a multiple nor a divisor of "
             f"--expert-model-parallel-size {experts}: change one of them"
@@ -204,9 +204,10 @@ def _context_parallel(config: Sections) -> Problems:
             f"--seq-length {model.seq_length} is not a multiple of {rows}, which "
             f"--context-parallel-size {size} needs: use {nearest_multiples(model.seq_length, rows)}"
         )
-    if model.num_attention_heads is not None and model.num_attention_heads % (tensor * heads):
+    attention_heads = model.num_attention_heads
+    if heads > 1 and attention_heads is not None and attention_heads % (tensor * heads):
         yield (
-            f"--num-attention-heads {model.num_attention_heads} is not a multiple of "
+            f"--num-attention-heads {attention_heads} is not a multiple of "
             f"tensor-parallel size {tensor} x {heads} ranks that exchange heads: use "
             "--cp-comm-type p2p, or other sizes"
         )
