@@ -15,7 +15,7 @@ and measured steps, and the next one runs them in the opposite order. A machine 
 thus affects all sides, no side's memory restricts another one, and the spread includes differences
 between two starts of one program (such as its memory layout). Ratios are computed within a round.
 Rounds after the first run the cases that should end within --minutes of the start, those with the
-shortest steps first; notes name the cases that had fewer rounds.
+fewest rounds first and then the shortest runs; notes name the cases that had fewer rounds.
 
 A JSON file and its tables as Markdown are written to --output, and the run is compared with the
 last run of the same machine in that folder.
