@@ -40,13 +40,13 @@ def save(figure: Any, path: Path, *, dpi: int = 130, choose: str = "another --ou
     the new one is complete. Raises ConfigError if it cannot be written or the suffix is not an
     image format; the message ends with `choose`, what the user can choose instead.
     """
-    is_folder = path.is_dir()
-    if not path.suffix and not is_folder:
+    if path.is_dir():
+        pyplot().close(figure)
+        raise ConfigError(f"{path}: it is a folder: choose {choose}")
+    if not path.suffix:
         path = path.with_name(f"{path.name}.png")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        if is_folder:
-            raise ConfigError(f"{path}: it is a folder: choose {choose}")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(temporary, dpi=dpi, format=path.suffix[1:])
         os.replace(temporary, path)

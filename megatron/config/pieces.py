@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +30,7 @@ class Pieces:
 
     def __post_init__(self) -> None:
         for name, piece in self.named():
-            if name != "callback" and not callable(piece):
+            if not callable(piece):
                 raise ConfigError(
                     f"{name}={piece!r} is not callable: give a function or a class, not its result"
                 )
@@ -40,25 +39,20 @@ class Pieces:
         """Yield (name, piece) for each of the user's own pieces."""
         for name, piece in vars(self).items():
             if name == "callbacks":
-                yield from (("callback", type(callback)) for callback in piece)
+                for number, callback in enumerate(piece, 1):
+                    yield "callback" if number == 1 else f"callback {number}", type(callback)
             elif piece is not None and name != "file":
                 yield name, piece
 
     def describe(self) -> dict[str, str]:
         """Return, by name, the place where each of the user's own pieces is defined.
 
-        Logs show these places, and ranks compare them. Callbacks after the first are named
-        "callback 2" and so on.
+        Logs show these places, and ranks compare them.
         """
-        counts = Counter[str]()
-        places = dict[str, str]()
-        for name, piece in self.named():
-            counts[name] += 1
-            key = name if counts[name] == 1 else f"{name} {counts[name]}"
-            places[key] = (
-                f"{getattr(piece, '__module__', '')}.{getattr(piece, '__qualname__', piece)}"
-            )
-        return places
+        return {
+            name: f"{getattr(p, '__module__', '')}.{getattr(p, '__qualname__', p)}"
+            for name, p in self.named()
+        }
 
     def files(self) -> list[str]:
         """Return the files that define the user's own pieces."""

@@ -151,7 +151,7 @@ _NOTHING = torch.empty(0)
 
 @dataclass(frozen=True)
 class Separation:
-    """How the documents of a sample, each of which ends with `eod`, are separated.
+    """Separation of the documents of a sample, each of which ends with `eod`.
 
     Packed samples use only eod_mask_loss, since their documents are separated anyway.
 

@@ -80,7 +80,7 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class LaunchTarget:
-    """Where runs are started.
+    """Machine and nodes on which runs are started.
 
     launcher  local or slurm
     hosts     nodes of the allocation; () for this machine

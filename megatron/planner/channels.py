@@ -43,7 +43,7 @@ from megatron.planner.node_links import ESTIMATED, NodeLinks, Rate, Step, node_l
 _AT_ONCE = 8  # messages of an all-to-all that start together
 _NOWHERE = -1
 _AWAY = -2
-"""In place of an end's position on the node: there is no message, or the end is on another node."""
+"""Stands for an end's position on the node: there is no message, or the end is on another node."""
 
 
 class GroupLink(NamedTuple):
