@@ -15,7 +15,7 @@
 #                  make train TORCH="torch --index-url https://download.pytorch.org/whl/rocm7.1"
 #                default: the tested version, unless the environment has a torch already
 #   SYSTEM_SITE  1: let a new environment use the system's packages, for an installed torch (modules, containers)
-#   WORKERS      processes that run tests side by side
+#   WORKERS      processes that run tests side by side; 3 keep 2 cores busy, since tests wait for their processes
 #   TESTS        arguments of pytest, e.g. make test TESTS=tests/parity
 #   ONLY         campaigns of make prove, e.g. make prove ONLY="kills parity", or steps of make gpu-check
 #   PROVE        additional arguments for the campaigns of make prove
@@ -32,7 +32,7 @@ PYTHON      ?= python3
 VENV        ?= .venv
 TORCH       ?=
 SYSTEM_SITE ?=
-WORKERS     ?= 2
+WORKERS     ?= 3
 TESTS       ?=
 BENCH       ?=
 ONLY        ?=

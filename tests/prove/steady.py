@@ -20,7 +20,7 @@ from tests.prove.__main__ import ROOT, outcomes
 def answers(seed):
     """Return {test: passed, failure, error or skipped} of one run in the order of a seed."""
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
-        words = f"-q --tb=short -n 2 --dist loadfile --randomly-seed={seed}".split()
+        words = f"-q --tb=short -n 3 --dist loadfile --randomly-seed={seed}".split()
         words += ["-o", "addopts=--strict-markers", f"--junitxml={report.name}"]
         subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT)
         return dict(outcomes(report.name))
