@@ -7,7 +7,7 @@ Process groups are torch's fake ones, which do nothing: the figures exclude netw
 include only computation and memory of every rank, or of rank 0. The job is the 1T-parameter model
 (128 layers of 25,600) with tensor 8 and pipeline 64: with data 6 it has 3072 ranks, with data 147
 the 75,264 of a full Frontier (9,408 nodes of 8). Each item runs in a separate process, which
-reports seconds (the minimum of its repeats) and the memory that it added, in MB: at the end, and at
+reports seconds (the minimum of its repeats) and the memory that it added, in MiB: at the end, and at
 the peak.
 """
 
@@ -38,7 +38,7 @@ VOCABULARY = 51200
 SEQUENCE = 2048
 DATA = (6, 147)
 MICRO_BATCHES = 1600
-Row = tuple[str, float, float, float]  # what, seconds, MB kept, MB at the peak
+Row = tuple[str, float, float, float]  # what, seconds, MiB kept, MiB at the peak
 
 
 def _memory_mb(field: str) -> float:
@@ -322,7 +322,7 @@ def checkpoint(data: int, repeat: int) -> list[Row]:
             )[0]
         )
         size = sum(p.stat().st_size for p in folder.iterdir()) / 2**20
-        rows.append((f"files of boxes: {len(list(folder.iterdir()))}, MB in all", 0.0, size, size))
+        rows.append((f"files of boxes: {len(list(folder.iterdir()))}, MiB in all", 0.0, size, size))
         names = [
             f"{kind}.{p[0]}"
             for kind in ("master", "exp_avg", "exp_avg_sq")
@@ -391,7 +391,7 @@ def main() -> None:
         return
     worlds = [TENSOR * PIPELINE * data for data in args.sizes]
     print(f"{'':54}" + "".join(f"{f'{world} ranks':>32}" for world in worlds) + f"{'growth':>9}")
-    print(f"{'':54}" + f"{'s':>14}{'MB':>9}{'peak':>9}" * len(worlds) + f"{'of s':>9}")
+    print(f"{'':54}" + f"{'s':>14}{'MiB':>9}{'peak':>9}" * len(worlds) + f"{'of s':>9}")
     for item in args.only:
         items = [in_own_process(item, data, args.repeat) for data in args.sizes]
         print(item)

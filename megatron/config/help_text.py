@@ -143,7 +143,9 @@ def _description(option: Option) -> str:
     if option.inert:
         text += f" No effect: {option.inert}."
     default = option.derived or option.default
-    if default in (None, "", ()) or isinstance(default, bool):
+    if option.kind is bool:
+        return f"{text} (default: on)" if default and not option.shown_off else text
+    if default in (None, "", ()):
         return text
     return f"{text} (default: {f'{default:g}' if isinstance(default, float) else _text(default)})"
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.launch import Launch
 from megatron.parallel.rank_mapping import (
+    VISIBLE,
     LaunchedProcess,
     RankMapping,
     device_number,
@@ -50,10 +51,16 @@ def device_identity(device: torch.device) -> str:
     if not torch.version.hip:
         # Partitions of one card share its bus address but not its UUID.
         return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    # Each die of an MI250X has a separate bus address. The partitions of an MI300 share one; if a
-    # process sees several of them, the number distinguishes them.
+    # Each die of an MI250X has a separate bus address. The partitions of an MI300 share one; their
+    # numbers on the node distinguish them, or, if masked by uuid, the masks and the index.
     address = bus_address(device)
-    return f"{address}:{device.index}" if address else ""
+    masks = [os.environ.get(name, "") for name in VISIBLE]
+    shown = visible_devices(os.environ) if any(masks) else range(torch.cuda.device_count())
+    if shown is not None and device.index < len(shown):
+        number = str(shown[device.index])
+    else:
+        number = f"{device.index} of {masks}"
+    return f"{address}:{number}" if address else ""
 
 
 def describe_process(

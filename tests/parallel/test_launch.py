@@ -16,6 +16,7 @@ from megatron.parallel.launch import (
     variables_with_flags,
 )
 from megatron.parallel.process_descriptions import device_identity
+from megatron.parallel.rank_mapping import VISIBLE
 
 TORCHRUN = {
     "RANK": "5",
@@ -316,14 +317,19 @@ def test_devices(
 def test_what_tells_devices_apart(monkeypatch):
     """Devices are told apart by bus address, number or uuid.
 
-    Two dies of one card differ in bus address, two parts of one die in number, both on ROCm; CUDA
-    has uuids.
+    Two dies of one card differ in bus address, two partitions of one die in number, both on ROCm;
+    CUDA has uuids.
     """
 
-    def identity(index, **properties):
+    def identity(index, masks="", **properties):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**properties)
         )
+        for name in VISIBLE:
+            monkeypatch.delenv(name, raising=False)
+        for word in masks.split():
+            monkeypatch.setenv(*word.split("="))
         return device_identity(torch.device("cuda", index))
 
     monkeypatch.setattr(torch.version, "hip", "6.3")
@@ -335,5 +341,11 @@ def test_what_tells_devices_apart(monkeypatch):
     ]
     assert identity(0, **die) == identity(0, **die) and identity(0, **die) not in other_devices
     assert identity(0) == "", "a torch that does not tell"
+    # partitions of one die, of which each process sees one or two
+    second = identity(0, "ROCR_VISIBLE_DEVICES=1", **die)
+    assert second == identity(1, **die) == identity(1, "HIP_VISIBLE_DEVICES=0,1", **die)
+    assert second not in (identity(0, **die), identity(0, "ROCR_VISIBLE_DEVICES=0", **die))
+    uuids = [identity(0, f"ROCR_VISIBLE_DEVICES=GPU-{letter}", **die) for letter in "aab"]
+    assert uuids[0] == uuids[1] != uuids[2]
     monkeypatch.setattr(torch.version, "hip", None)
     assert identity(0, uuid="a") != identity(0, uuid="b")
