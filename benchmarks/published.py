@@ -1,4 +1,4 @@
-"""Compare predictions of the time model with published results: MI250X and DGX H100.
+"""Compare predictions of the time model with published results: Frontier, LUMI and DGX H100.
 
     python benchmarks/published.py [--effects] [--update docs/measured/published.md]
 

@@ -1,8 +1,8 @@
-"""Published runs of other codes on DGX H100 and MI250X nodes, with their complete layouts.
+"""Published runs of other codes on DGX H100 and MI250X nodes (LUMI; X-MoE on Frontier).
 
-No figure was fitted to them. Each is given as flags of pretrain_gpt.py, so that the time model
-treats it like any other run. `unlike` lists differences that flags cannot express, because this
-code does not support them or the source does not give them.
+No figure was fitted to them. Each has its complete layout as flags of pretrain_gpt.py, so that the
+time model treats it like any other run. `unlike` lists differences that flags cannot express,
+because this code does not support them or the source does not give them.
 """
 
 from __future__ import annotations

@@ -51,8 +51,7 @@ make_ready() {
     local code=0
     prepare_environment && { [[ $PREFLIGHT != 1 ]] || run_preflight; } || code=$?
     if ((code)) && [[ $REQUEUE == 1 ]] && lost_nodes && ! left_to_slurm; then
-        say "a node was lost: back into the queue"
-        put_back || :
+        try_again "a node was lost: back into the queue"
     fi
     return "$code"
 }
@@ -79,8 +78,7 @@ run_on_good_hosts() {
     # No exec: this shell receives Slurm's signals and forwards them.
     forwarded "$program" --hosts-file "$hosts" "$@" || code=$?
     if ((code == 3 || code == 4)) && [[ $REQUEUE == 1 ]] && ! left_to_slurm; then
-        say "stopped with work left: back into the queue"
-        put_back || :
+        try_again "stopped with work left: back into the queue"
     fi
     return "$code"
 }

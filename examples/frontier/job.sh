@@ -470,11 +470,16 @@ left_to_slurm() {
 requeue_lost() {
     (($1 == 75 || $1 > 128)) && [[ $REQUEUE == 1 && -n ${SLURM_JOB_ID:-} ]] || return 0
     ! left_to_slurm || return 0
+    try_again "back into the queue, to resume from iteration $(reached)"
+}
+
+# try_again MESSAGE: requeue the job, unless it started MAX_STARTS times from one checkpoint: it would not start again.
+try_again() {
     if (($(fruitless_starts) >= MAX_STARTS)); then
         complain "ended $MAX_STARTS times after iteration $(reached) without a new checkpoint: not put back into" \
             "the queue"
     else
-        say "back into the queue, to resume from iteration $(reached)"
+        say "$1"
         put_back || :
     fi
 }

@@ -251,8 +251,8 @@ class CheckpointConfig:
     )
     use_checkpoint_args: bool = option(
         False,
-        "Take the architecture of the model from the checkpoint of --load, and, unless they are "
-        "given, the sequence length, number of positions, dropout and tokenizer.",
+        "Take the architecture of the model from the checkpoint of --load, with the number of "
+        "learned positions, and, unless they are given, the sequence length, dropout and tokenizer.",
         one_start=True,
     )
     exit_on_missing_checkpoint: bool = option(

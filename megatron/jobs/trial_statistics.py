@@ -179,9 +179,8 @@ def in_turn(trials: Sequence[Trial], objective: str) -> list[Candidate]:
     trials  in any state; an unfinished CONFIRM trial counts as a measurement, so that the next
             trial goes to another layout
 
-    These are the layouts with the fewest measurements among the best and its rivals. The winner is
-    thus measured at least as often as the layouts it is compared with. A layout with a failure is
-    not measured again.
+    These are the layouts with the fewest measurements among the best and its rivals. A layout with
+    a failure is not measured again.
     """
     layouts = measured(trials, objective)
     known = [one for one in ranked(layouts) if not one.failures]

@@ -72,8 +72,8 @@ class AttentionFeatures:
     alibi     whether positions are encoded by ALiBi
     ring      whether keys and values rotate over context-parallel ranks: a kernel must then return
               the logarithms with which partial softmaxes are merged
-    biased    whether there is ALiBi, or a head size that flash kernels lack; matters only for a
-        ring
+    odd_heads whether the head size is one that flash kernels lack: over 256 or no multiple of 8;
+              matters only for a ring
     """
 
     drops: bool = False
@@ -81,7 +81,7 @@ class AttentionFeatures:
     capped: bool = False
     alibi: bool = False
     ring: bool = False
-    biased: bool = False
+    odd_heads: bool = False
 
     @classmethod
     def of_layer(cls, config: Config, layer: int) -> AttentionFeatures:
@@ -90,9 +90,7 @@ class AttentionFeatures:
         return cls(
             ring=config.parallel.ring_size > 1,
             alibi=model.position_embedding_type == "alibi",
-            biased=model.position_embedding_type == "alibi"
-            or model.kv_channels % 8 > 0
-            or model.kv_channels > 256,
+            odd_heads=model.kv_channels % 8 > 0 or model.kv_channels > 256,
             drops=model.attention_dropout > 0.0,
             windowed=model.window(layer) is not None,
             capped=model.attention_logit_softcapping is not None,
@@ -143,7 +141,8 @@ def _why_no_flash(
         return "has other functions for parts of a ring before version 2.7"
     if features.drops:
         return "has no dropout for parts of a ring"
-    return "has no ALiBi or heads of this size for parts of a ring" if features.biased else ""
+    lacks = features.alibi or features.odd_heads
+    return "has no ALiBi or heads of this size for parts of a ring" if lacks else ""
 
 
 def _older(version: str, than: tuple[int, int]) -> bool:
@@ -199,7 +198,7 @@ def choose_attention(
         # On a CPU torch's kernel takes 0.6 to 0.9 of the time of blocked attention, in all dtypes:
         # a ring's rectangle of scores has no masked corner that blocks could skip, and torch's
         # result is merged once, not once per block.
-        lacks = features.windowed or features.drops or features.biased
+        lacks = features.windowed or features.drops or features.alibi or features.odd_heads
         returns = not lacks and _returns_logarithms(device_type, dtype_name)
         return "torch" if returns else "blocked"
     host = device_type == "cpu" and _loaded("cpu")

@@ -197,7 +197,7 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -
         inner = _in_window if length > scoring.window + 1 else _causal
         return inner(q, k, v, corner, scoring)
 
-    # cuDNN spends about a second planning for each new shape. Documents, prompts and evaluation
+    # cuDNN spends 0.1 s or more planning for each new shape. Documents, prompts and evaluation
     # examples have new shapes all the time.
     fixed = documents is None and torch.is_grad_enabled()
     with contextlib.nullcontext() if fixed else _without_cudnn():

@@ -99,14 +99,16 @@ def test_a_job_that_is_requeued_does_not_run_failed_trials_again_and_again(tmp_p
 def test_starts_without_a_new_trial_are_bounded(tmp_path):
     result = tmp_path / "runs/tune-paper-175b/trials/0001/result.json"
     result.parent.mkdir(parents=True)
-    started = []
+    started, requeued = [], []
     for restart in range(4):
         if restart == 1:
             result.write_text("{}")
         ended = tune(tmp_path, ENDS="3", MAX_STARTS="2", SLURM_RESTART_COUNT=str(restart))
         assert ended.code == 3
         started.append(bool(ended.named("python", "tune.py")))
+        requeued.append(any("requeue" in call.words for call in ended.named("scontrol")))
     assert started == [True, True, True, False]
+    assert requeued == [True, True, False, False], "a start that would end at once is not asked for"
 
 
 def guards(ended):

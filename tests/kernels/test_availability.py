@@ -86,7 +86,7 @@ def test_flash_attention_that_works(flash):
         # its kernels within a ring
         ("2.7.0", None, dict(ring=True, windowed=True, capped=True), "flash", ""),
         ("2.6.3", None, dict(ring=True), "torch", "2.7"),
-        ("2.8.3", None, dict(ring=True, biased=True), "blocked", "ALiBi"),
+        ("2.8.3", None, dict(ring=True, odd_heads=True), "blocked", "size"),
         ("2.8.3", None, dict(ring=True, drops=True), "blocked", "dropout"),
     ],
 )
