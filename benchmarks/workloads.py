@@ -2,8 +2,8 @@
 
 W1  GPT-2 124M, one process on all threads: bf16 and fp32, sequences of 512 and 1024
 W2  tensor parallel, W3 pipeline parallel, W4 data parallel with ZeRO-1: 6 layers of 512 on two
-    processes, which share the threads; W0 is the same model and batch on one process, which has the
-    speed of two processes without messages
+    processes, which share the threads; W0, their reference, is the same model and batch on one
+    process
 
 W2 to W4 have a vocabulary of 8,192: with 50,304 the output layer costs as much as 8 layers, and a
 pipeline of two would mainly measure its last stage. All sides of a case train on the same number of

@@ -78,8 +78,8 @@ fi
 unset _net
 unset -f _choose
 
-# Readers of training data need no setting: they are threads (--num-workers), not processes, and nothing is forked after
-# the network is open, where a fork would hang.
+# Readers of training data need no setting: they are threads (--num-workers). Processes forked after the network is open
+# can hang.
 
 # Let libraries of a cpe module that is not the system's default take precedence over the default ones, as OLCF
 # recommends.

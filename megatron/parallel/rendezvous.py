@@ -81,7 +81,7 @@ _INQUIRY = "inquiry"  # a call made by a watchdog
 _NOBODY = -1  # in place of the failed rank's number, if no rank reported why it failed
 _OPEN = (
     "any process that connects to the ranks' store can guess its keys and end this job: export "
-    "MEGATRON_JOB_TOKEN, a random string, before srun, mpirun or torchrun"
+    "MEGATRON_JOB_TOKEN, a random string and the same on all nodes, before srun, mpirun or torchrun"
 )
 
 
