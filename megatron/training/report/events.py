@@ -162,7 +162,7 @@ class Iteration(Event):
         "nan": "nan-iterations",
         "memory_bytes": "mem-max-allocated-bytes",
         "reserved_bytes": "mem-reserved-bytes",
-        "stage_memory_bytes": "mem-max-allocated-bytes/stage",
+        "stage_memory_bytes": "stage-mem-max-allocated-bytes",
         "phases_ms": "phase-ms",
         "energy_j": "energy-joules",
         "energy_kwh": "energy-kwh",
