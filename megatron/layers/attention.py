@@ -228,9 +228,7 @@ class SelfAttention(torch.nn.Module):
         s, b = mixed.shape[:2]
         angles = None
         if self.rotary is not None:
-            angles = self.rotary.angles(
-                s, call.position_ids, mixed.device, self.core.context_parallel
-            )
+            angles = self.rotary.angles(s, call.position_ids, mixed.device)
         nodes = nodes_for(mixed)
         fused = self.rotary is None or self.rotary.fused
         if nodes is not None and fused and self.q_layernorm is None:

@@ -282,7 +282,7 @@ class LayerContext:
 
         `model` determines how frequencies are scaled and which entries are pairs (RotaryEmbedding).
         """
-        made = RotaryEmbedding(dimension, base, self.fusions.rotary, model)
+        made = RotaryEmbedding(dimension, base, self.fusions.rotary, model, self.context_parallel)
         return self.rotaries.setdefault((dimension, base, model), made)
 
     @cached_property

@@ -128,11 +128,17 @@ class RotaryEmbedding:
     With `fused` a kernel rotates.
 
     `model` specifies how frequencies are scaled, and whether neighbouring entries are pairs, for
-    which there is no kernel; None: no scaling, and the two halves are paired.
+    which there is no kernel; None: no scaling, and the two halves are paired. With
+    `context_parallel` the rank has a slice of each sequence.
     """
 
     def __init__(
-        self, dimension: int, base: float, fused: bool = False, model: ModelConfig | None = None
+        self,
+        dimension: int,
+        base: float,
+        fused: bool = False,
+        model: ModelConfig | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
         assert dimension % 2 == 0, f"rotary dimension {dimension} is odd"
         self.interleaved = model is not None and model.rotary_interleaved
@@ -140,6 +146,7 @@ class RotaryEmbedding:
         self.fused = fused and not self.interleaved
         self.base = base
         self.model = model
+        self.context_parallel = context_parallel
         self.factor = 1.0
         if model is not None and model.rope_scaling == "yarn":
             factor = model.yarn_attention_factor
@@ -169,18 +176,13 @@ class RotaryEmbedding:
             self._tables[context_parallel is None] = length, angles
         return angles
 
-    def angles(
-        self,
-        length: int,
-        position_ids: Tensor | None,
-        device: torch.device,
-        context_parallel: ContextParallel | None = None,
-    ) -> Angles:
+    def angles(self, length: int, position_ids: Tensor | None, device: torch.device) -> Angles:
         """Return (cos, sin), fp32 [s, 1 or b, 1, dimension/2], where s is `length`.
 
         Without position_ids [b, s], the positions are 0 ... length-1 or, with context parallelism,
         this rank's positions in sequences of `length` times the number of context ranks.
         """
+        context_parallel = self.context_parallel
         full_length = length if context_parallel is None else length * context_parallel.size
         cos, sin = self._all_angles(
             full_length, device, context_parallel if position_ids is None else None
