@@ -20,7 +20,7 @@ A file of --tasks has JSON lines, {"context": "...", "choices": ["...", "..."], 
 {"context": "...", "ending": "..."} (cloze). The most likely choice is found in three ways: by the sum of its tokens'
 log-likelihoods, by this sum per byte, and by this sum per token. An ending is right if greedy decoding gives it. Texts
 that are too long are cut on the left, and counted. --lm-eval-tasks runs tasks of EleutherAI's lm-evaluation-harness, if
-that is installed.
+that is installed; tasks that generate text need --context-parallel-size 1.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from megatron.training.report.events import End, Event, Start, scalars
 from megatron.untrusted import without_waiting
 
 _WAITING = 1000  # events by which a slow tracker may lag behind
-_CLOSE_S = 30.0  # how long the end of a run waits for a tracker
+_CLOSE_S = 30.0  # how long the end of a run waits for trackers, which end side by side
 _FLUSH_S = 30  # seconds of TensorBoard's data that a killed run may lose
 _LOGIN_S = 30.0  # time that Weights & Biases waits for an answer on a terminal
 _MLFLOW = "mlflow-skinny sqlalchemy alembic"  # the last two are for a store in a local file
@@ -98,7 +99,7 @@ class Background(Callback):
     At most `size` events wait; further ones are lost. An exception turns the callback off. The
     thread that publishes the events reports each of these problems once through `say`, with the
     `name` of the callback and the `remedy`. `finish` requests the end, and `close` waits for it
-    with `wait`, which returns whether the given event was set in time.
+    with `wait(event, seconds)`, which returns whether the event was set in that time.
     """
 
     callback: Callback
@@ -106,7 +107,7 @@ class Background(Callback):
     remedy: str
     say: Say
     size: int = _WAITING
-    wait: Callable[[threading.Event], bool] = lambda ended: ended.wait(_CLOSE_S)
+    wait: Callable[[threading.Event, float], bool] = threading.Event.wait
 
     def __post_init__(self) -> None:
         self._waiting: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
@@ -114,6 +115,7 @@ class Background(Callback):
         self._noted = set[str]()
         self._error: BaseException | None = None
         self._ended = threading.Event()
+        self._deadline = 0.0
         # A thread that hangs must not keep the process alive.
         threading.Thread(target=self._work, name=self.name, daemon=True).start()
 
@@ -142,10 +144,11 @@ class Background(Callback):
     def finish(self) -> None:
         """Request the end: the callback takes the waiting events, and closes."""
         self._waiting.put(None)
+        self._deadline = time.monotonic() + _CLOSE_S
 
     def close(self) -> None:
         """Wait for the end of the thread, for a limited time, and report lost events."""
-        ended = self.wait(self._ended)
+        ended = self.wait(self._ended, max(0.0, self._deadline - time.monotonic()))
         if not ended and isinstance(self.callback, MLflow):
             self.callback.kill()
         if self._error is not None:

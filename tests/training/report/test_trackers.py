@@ -159,7 +159,7 @@ def test_a_tracker_that_hangs_delays_nothing_and_says_how_much_it_lost(goes_on, 
         hangs.set()
         ends.wait()
 
-    wait = threading.Event.wait if goes_on else lambda _: False
+    wait = threading.Event.wait if goes_on else lambda *_: False
     tracker = SimpleNamespace(on_event=hang, close=lambda: None)
     behind = Background(tracker, "It", "DO", messages.append, size=3, wait=wait)
     for i in range(11):
