@@ -286,7 +286,7 @@ class Pool:
 class Slot:
     """Slot for one micro-batch in flight in a stage: its static inputs and recorded passes.
 
-    loss  on the last stage, the loss, valid once the backward pass has been replayed; else None
+    loss  on the last stage, the loss, valid once the backward pass has run; else None
     """
 
     def __init__(self, stage: CapturedStage, batch: MicroBatch, hidden: Tensor | None) -> None:

@@ -58,8 +58,8 @@ class Executor:
     Every rank of the pipeline must call `train` and `evaluate` in the same order with the same
     number of micro-batches. Gradients are added to the parameters' accumulators, or else to
     `.grad`; the executor itself reduces nothing and changes no parameter. Raises ConfigError for
-    chunks of other stages than this rank's, an unknown schedule, and a missing queue of weight
-    gradients.
+    chunks of other stages than this rank's, a schedule that is unknown or does not suit the sizes,
+    and a missing queue of weight gradients; and MegatronError like build_schedule.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Executor:
                 f"pipeline rank {rank} of {size} with {self.num_chunks} chunks runs the global "
                 f"stages {stages}, but was given chunks for {sorted(chunks)}"
             )
-        # raises ConfigError for an unknown schedule
+        # raises the errors of build_schedule
         passes = build_rank_schedule(schedule, size, self.num_chunks, 1, rank)
         if weight_gradients is None and any(i.op is Op.BACKWARD_WEIGHT for i in passes):
             raise ConfigError(
@@ -299,7 +299,7 @@ class _Pass:
             torch.autograd.backward(saved.root)
         if saved.hidden is not None:
             gradient_of_input = saved.hidden.grad
-            if gradient_of_input is None:  # or may not use its input
+            if gradient_of_input is None:  # a chunk may not use its input
                 gradient_of_input = torch.zeros_like(saved.hidden)
             self._gradients[stage, index] = gradient_of_input.detach()
 

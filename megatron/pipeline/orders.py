@@ -6,7 +6,8 @@ An order is a function of (pipeline size, chunks, micro-batches, rank) that retu
 passes: instructions, or an array with one row (op, stage, micro-batch) for each, where stage =
 chunk * pipeline size + rank. Messages, the activations that a rank holds (schedule.py) and the time
 of a step (clock.py) follow from the passes of all ranks. A new order takes only one function, which
-is passed instead of a name; SCHEDULES (config/parallel.py) and ORDERS can give it one.
+can be passed instead of a name. To give it a name, add the name to SCHEDULES (config/parallel.py)
+and the function to _ORDERS, at the same position.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ def run(
     at_once  number of ranks that can compute at full speed at a time; more of them share the speed
              equally
 
-    Raises ValueError for a deadlock and MegatronError without the extension.
+    Raises ValueError for a deadlock or an invalid list, and MegatronError without the extension.
     """
     check_clock()
     assert compiled is not None and at_once > 0
@@ -303,8 +303,8 @@ def run(
 # -- messages --------------------------------------------------------------------------------------
 
 
-# A backward pass has twice as many matrix products as a forward pass: half for the gradient of its
-# input, half for the gradients of its weights.
+# A backward pass has twice as many matrix products as a forward pass: half of them for the gradient
+# of the input, half for the gradients of the weights.
 NOMINAL_DURATIONS: Mapping[Op, float] = {
     Op.FORWARD: 1.0,
     Op.BACKWARD: 2.0,
