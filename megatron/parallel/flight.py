@@ -88,8 +88,8 @@ class FlightRecorder:
     memory  RECORD_BYTES of writable memory; by default private memory, which no other process reads
     meter   measures calls and computations on the device; None: not measured
 
-    Other threads than the training thread may call `alive`, `progress`, `answer` and `device_is`
-    and read `buffer`, but call no other method.
+    Threads other than the training thread may only call `alive`, `progress`, `answer` and
+    `device_is`, and read `buffer`.
     """
 
     def __init__(self, memory: Any = None) -> None:

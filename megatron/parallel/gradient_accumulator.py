@@ -2,9 +2,9 @@
 
 The engine attaches a `GradientAccumulator` to each parameter that trains. A layer that computes a
 weight gradient itself adds it to the accumulator and returns None to autograd: no second tensor of
-the weight's size is needed, and no loop over all parameters after a backward pass. A
-parameter without an accumulator, or with one that is not `direct`, gets its gradient from autograd
-as usual; in the latter case a hook of the engine moves it from `.grad` to the accumulator.
+the weight's size is needed, and no loop over all parameters after a backward pass. A parameter
+without an accumulator, or with one that is not `direct`, gets its gradient from autograd as usual
+(but see `wide`); in the latter case a hook of the engine moves it from `.grad` to the accumulator.
 """
 
 from __future__ import annotations
@@ -246,9 +246,10 @@ class _Wide(Node):
 def wide(parameter: Tensor) -> Tensor:
     """Convert an fp16 parameter with an accumulator to fp32, so that its gradient is not rounded.
 
-    Other parameters are returned unchanged. Used for vectors whose gradient is a sum over tokens:
-    with sequence parallelism each rank sums over its own tokens, and in fp16 the full sum could
-    overflow although the partial sums do not.
+    The gradient goes to the accumulator, even to one that is not `direct`. Other parameters are
+    returned unchanged. Used for vectors whose gradient is a sum over tokens: with sequence
+    parallelism each rank sums over its own tokens, and in fp16 the full sum could overflow although
+    the partial sums do not.
     """
     if parameter.dtype != torch.float16:
         return parameter

@@ -46,7 +46,7 @@ def bounded(
 ) -> T:
     """Return the function's result; raise LaunchError if it takes longer than `seconds`.
 
-    Also raises LaunchError if `failed`, which is done when another rank has failed, is done first.
+    Also raises LaunchError as soon as `failed` is done, which means that another rank has failed.
 
     For calls into torch that cannot be interrupted: a store whose host lost power never answers,
     and gloo waits five times its timeout for a peer that died before it connected. After a

@@ -1,11 +1,11 @@
-"""Placement: which device a process uses if it sees several, and which rank it gets on its node.
+"""Rank mapping: the rank that each process gets on its node, and its device if it sees several.
 
-Placement changes ranks, never devices: the launcher binds a process to cores, and so to the device
-and the network card next to them. The machine's links then determine the best order of a node's
-devices (`device_order`), and a process takes the rank that belongs to its device.
-Processes first use the launcher's numbers (Launch.task), and one of them computes all ranks
-(`assign`). A node's ranks are permuted among its own processes or left as they are: two processes
-never get the same rank, even if they report a wrong device.
+The mapping changes ranks, never devices: the launcher binds a process to cores, and so to the
+device and the network card next to them. The machine's links then determine the best order of a
+node's devices (`device_order`), and a process takes the rank that belongs to its device. Processes
+first use the launcher's numbers (Launch.task), and one of them computes all ranks (`assign`). A
+node's ranks are permuted among its own processes or left as they are: two processes never get the
+same rank, even if they report a wrong device.
 
 A process that sees all devices of a node takes the one that belongs to its local rank, which no
 other process takes. It does not choose by the cores that it is bound to: several processes may be
@@ -33,7 +33,7 @@ _SHOWN = 4  # maximum number of nodes listed in a notice
 
 @dataclass(frozen=True)
 class RankMapping:
-    """A placement of ranks on devices, in plain numbers taken from the machine's description.
+    """An assignment of ranks to devices, in plain numbers taken from the machine's description.
 
     device_order     a node's devices in the order of its ranks; empty: ranks stay as the launcher
                      numbered them
@@ -58,10 +58,10 @@ class RankMapping:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A planned placement.
+    """A planned rank mapping.
 
     mapping   the same in every process of the job
-    describe  returns the cost of the placement, in lines for the log; takes a moment
+    describe  returns the placement and its cost, in lines for the log; takes a moment
     """
 
     mapping: RankMapping
@@ -74,7 +74,7 @@ class LaunchedProcess(NamedTuple):
     node, number, address  its node, its device's number on that node, and the device's PCI address,
                            if known
     near                   the devices next to the cores that it may use
-    pid, backend           its process, and the backend of torch.distributed
+    pid, backend           its process ID, and the backend of torch.distributed
     device, identity       torch's name for its device, and an identifier of it within the node
     alike                  digests of values that must be the same for all, by kind
     """

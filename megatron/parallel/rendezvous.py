@@ -72,9 +72,9 @@ AS_LAUNCHED = RankMapping()
 _SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")
 _SHOWN = 64  # maximum number of missing ranks to look for, and of activities that findings list
 _LINGER_S = 5.0  # how long the rank that serves the store stays for others at the end
-# Up to this many ranks, gloo connects all of them at the start; more would take minutes. When it
-# connects on demand, it waits forever for a rank that died before the first message: the launcher
-# has to end the job (srun --kill-on-bad-exit).
+# With NCCL and more ranks than this, gloo connects ranks on demand: to connect all of them at the
+# start would take minutes. When it connects on demand, it waits forever for a rank that died before
+# the first message: the launcher has to end the job (srun --kill-on-bad-exit).
 _FULL_MESH = 1024
 _ROLL = "roll"  # a roll call, made by a rank that has failed or looks for the cause of a failure
 _INQUIRY = "inquiry"  # a call made by a watchdog
@@ -159,9 +159,10 @@ class Rendezvous(StoreConnection):
         """Meet all other ranks, take the rank that `mapping` gives and start torch.distributed.
 
         Raises LaunchError within `timeout` and a few seconds if ranks are missing (it names them
-        and locations of the others), if two of them conflict or differ in a value of `alike`, if
-        the store cannot be reached, or if torch.distributed does not start or is running already.
-        Exports the launcher-independent variables (RANK, ...) until close().
+        and locations of the others), if two of them conflict or differ in a value of `alike`, or if
+        the store cannot be reached; within the same time again if torch.distributed does not start;
+        and at once if it is running already. Exports the launcher-independent variables (RANK, ...)
+        until close().
         """
         if dist.is_initialized():
             raise LaunchError(

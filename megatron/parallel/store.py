@@ -59,7 +59,10 @@ class StoreConnection:
 
     @property
     def pause_s(self) -> float:
-        """Seconds between a rank's requests for an awaited key; more if there are many ranks."""
+        """Longest time in seconds between a rank's requests for an awaited key.
+
+        From 2,000 ranks on it grows with their number.
+        """
         return max(0.2, self.launch.world_size / _ASKED)
 
     @property
@@ -145,9 +148,9 @@ class StoreConnection:
         except (RuntimeError, OSError, LaunchError) as error:
             raise LaunchError(
                 f"rank {self.launch.rank} on node {self.launch.node} could not reach "
-                f"{self.store_name} within {show_duration(seconds)}: {error}. Either rank 0 "
-                "did not start (look at its output), or its host or port is not the one in "
-                "MASTER_ADDR and MASTER_PORT"
+                f"{self.store_name} within {show_duration(seconds)}: {error}. Either the "
+                "process that serves it did not start (look at the output of rank 0 or of the "
+                "launcher), or MASTER_ADDR or MASTER_PORT is not its host or port"
             ) from error
         client.set_timeout(self.timeout)
         return client
