@@ -43,7 +43,7 @@ from megatron.planner.node_links import ESTIMATED, NodeLinks, Rate, Step, node_l
 _AT_ONCE = 8  # messages of an all-to-all that start together
 _NOWHERE = -1
 _AWAY = -2
-"""Stands for an end's position on the node: there is no message, or the end is on another node."""
+"""In place of an end's position on the node: there is no message, or the end is on another node."""
 
 
 class GroupLink(NamedTuple):
@@ -196,9 +196,9 @@ class Channels(FigureReader):
 def _measured(figure: Figure, group: GroupLink) -> list[tuple[float, ...]]:
     """List the measured bytes and seconds for groups like this one.
 
-    Such groups have as many ranks, and lie within one node only if this group does. If several
-    kinds were measured, the one nearest in number of nodes, then in stride, is used. Return [] if
-    none was.
+    Such groups have as many ranks, and lie within one node if and only if this group does. If
+    several kinds were measured, the one nearest in number of nodes, then in stride, is used. Return
+    [] if none was.
     """
     like = [p for p in figure.points if p[1] == group.ranks and (p[2] > 1) == (group.nodes > 1)]
 

@@ -56,8 +56,9 @@ def reserve_port() -> socket.socket:
 def environment(environ: Mapping[str, str], rank: int, count: int, port: int) -> dict[str, str]:
     """Return the environment of process `rank` of `count` on this host.
 
-    It is `environ` without the variables of any launcher, with this repository first in PYTHONPATH,
-    and with the log level ERROR for torch's C++ code.
+    It is `environ` with torch's variables for this process (RANK, ...), without any other variables
+    of launchers, with this repository first in PYTHONPATH, and with the log level ERROR for torch's
+    C++ code.
     """
     env = {k: v for k, v in environ.items() if k not in LAUNCHED and not k.startswith(_LAUNCHERS)}
     env |= Launch(rank, rank, count, count, master_port=port).environment()

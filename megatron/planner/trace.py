@@ -1,10 +1,10 @@
 """Traces of a model's modules, recorded from the code (recorder.py) and cached by their inputs.
 
 They are cached in memory, and in files in $XDG_CACHE_HOME/megatron/traces (default ~/.cache), under
-a digest of the sources and of torch's version, so that traces of other code are never read.
-MEGATRON_TRACE_CACHE replaces $XDG_CACHE_HOME/megatron; "none" disables the files. The digest for a
-CPU also covers its kernels, their measured times and the number of threads. torch has to be
-installed, but is imported only for a trace that is not cached, and for that digest.
+a digest of torch's version and of the sources in _SOURCES: traces of other versions of these are
+never read. MEGATRON_TRACE_CACHE replaces $XDG_CACHE_HOME/megatron; "none" disables the files. The
+digest for a CPU also covers its kernels, their measured times and the number of threads. torch has
+to be installed, but is imported only for a trace that is not cached, and for the digest for a CPU.
 """
 
 from __future__ import annotations

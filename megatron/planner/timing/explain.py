@@ -44,7 +44,8 @@ _MESSAGE_COLUMNS = ("message", "formula", "time", "overlaps with")
 def explain(predicted: Estimate) -> list[Table]:
     """Explain an estimate in tables, beginning with the modules.
 
-    These are a layer of each kind, and the embedding or output layer if the busiest rank has it.
+    These are a layer of each kind, a recomputed one of each kind with full recomputation, and the
+    embedding and the output layer if the busiest rank has them.
     """
     traced = trace(predicted.config, predicted.cluster.device_type)
     rank = busiest_rank(predicted.run)
