@@ -1,4 +1,4 @@
-"""GPT pre-training on AMD supercomputers: Megatron-style parallelism, DeepSpeed ZeRO engine.
+"""GPT pre-training on AMD supercomputers: Megatron-style parallelism, ZeRO, DeepSpeed's engine.
 
 The library's public names can be imported from here and are loaded on first use, so that
 `import megatron` costs nothing. They read a configuration, connect processes, build a model, run a

@@ -37,8 +37,8 @@ def save(figure: Any, path: Path, *, dpi: int = 130, choose: str = "another --ou
     """Write a figure to a file in the format of its suffix (default .png), and close the figure.
 
     Return the path with its suffix. Parent folders are created. An existing file is replaced once
-    the new one is complete. Raises ConfigError if it cannot be written or the suffix is not an
-    image format; the message ends with `choose`, what the user can choose instead.
+    the new one is complete. Raises ConfigError if the file cannot be written or its suffix is not
+    an image format; the message ends with `choose`, what the user can choose instead.
     """
     if path.is_dir():
         pyplot().close(figure)

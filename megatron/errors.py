@@ -1,4 +1,4 @@
-"""Errors that a user can cause and fix, and how they are printed.
+"""Errors that a user sees without a traceback, and how they are printed.
 
 Each message says what is wrong, where, which value, and what to do instead. Violated internal
 invariants are assertions.
@@ -10,7 +10,7 @@ import sys
 
 
 class MegatronError(Exception):
-    """Base of every error raised on purpose."""
+    """Base class of all errors that are meant for the user."""
 
 
 class ConfigError(MegatronError):

@@ -104,12 +104,12 @@ def check_kinds(values: Mapping[str, Any], kinds: Kinds, where: object) -> None:
             if (value := values.get(name)) is not None and not is_right(value):
                 raise DataError(
                     f"{where}: {name} is {repr(value)[:60]}, which no run writes: the file is "
-                    "damaged, or it is another file"
+                    "damaged, or not the right file"
                 )
 
 
 class Records(list[dict[str, Any]]):
-    """Records of a metrics file in order; `left_out` counts its lines that are not records."""
+    """Records of a metrics file in order; `left_out` counts the lines that were left out."""
 
     left_out = 0
 
@@ -152,7 +152,7 @@ def _record(line: str) -> dict[str, Any] | None:
 def read_beside(path: Path, kinds: Kinds) -> dict[str, Any]:
     """Return the JSON object in a file next to a metrics file, without nulls; {} if there is none.
 
-    Raises DataError if it cannot be read.
+    Raises DataError if the file cannot be read or has a value that no run would write.
     """
     if not path.exists():
         return {}

@@ -88,10 +88,10 @@ class Optimizer(Protocol):
     ZeRO gives it flat shards of the weights. Its state consists of fp32 tensors as large as the
     weights, which start as zeros, and of numbers named "step". Checkpoints contain both.
 
-    An optimizer that needs parameters in their global shape, as Muon does for matrices, also has a
-    function full_parameters(name, global_shape) -> bool. Parameters for which it is true are in
-    separate groups. In a training step, the key "full_parameters" of all these groups is the same
-    megatron.engine.full_matrices.FullMatrices object; in other groups it is None.
+    A factory whose optimizer needs parameters in their global shape, as Muon does for matrices,
+    also has a function full_parameters(name, global_shape) -> bool. Parameters for which it is true
+    are in separate groups. In a training step, the key "full_parameters" of all these groups is the
+    same megatron.engine.full_matrices.FullMatrices object; in other groups it is None.
     """
 
     def __call__(self, groups: ParamsT, settings: OptimizerConfig, /) -> torch.optim.Optimizer: ...
@@ -140,7 +140,7 @@ class Callback:
     def on_step(self, run: Run, step: StepRecord) -> None:
         """Called when a step's figures are known, at the latest during the next step.
 
-        No step waits for its own figures.
+        Usually a step does not wait for its own figures.
         """
 
     def figures(self, run: Run) -> Mapping[str, object]:

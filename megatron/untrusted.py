@@ -71,7 +71,7 @@ def read_bytes(
 ) -> bytes:
     """Return the content of a regular file of at most `limit_bytes`.
 
-    Raises `error`, naming the file.
+    Raises `error`, naming the file, if it cannot be read or is larger.
     """
     with open_regular(path, error=error) as file:
         size = os.fstat(file.fileno()).st_size
@@ -89,7 +89,7 @@ def read_bytes(
 def read_text(path: str | os.PathLike[str], limit_bytes: int, *, error: type[MegatronError]) -> str:
     """Return the text of a regular UTF-8 file of at most `limit_bytes`, without a byte order mark.
 
-    Raises `error`, naming the file.
+    Raises `error`, naming the file, if it cannot be read, is larger or is not UTF-8.
     """
     try:
         return read_bytes(path, limit_bytes, error=error).decode("utf-8-sig")
@@ -109,7 +109,7 @@ def read_json(
 ) -> Any:
     """Return the value in a regular JSON file of at most `limit_bytes`; see `parse_json`.
 
-    Raises `error`, naming the file.
+    Raises `error`, naming the file, if it cannot be read, is larger or is not such JSON.
     """
     text = read_bytes(path, limit_bytes, error=error)
     return parse_json(text, path, error=error, kind=kind, bits=bits)
@@ -150,7 +150,7 @@ def parse_json(
              other than ValueError, are passed on
 
     Raises `error` if the text is not JSON, if the value is of another type or nested too deeply, if
-    an integer has more bits, or if a text has a lone surrogate.
+    an integer has more bits, or if a string has a lone surrogate.
     """
     try:
         text = text if isinstance(text, str) else text.decode("utf-8-sig")

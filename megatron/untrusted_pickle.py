@@ -57,7 +57,8 @@ _MARK = _Value([])
 def check_torch_file(file: BinaryIO, source: object, error: type[MegatronError]) -> None:
     """Check the pickles in a file that torch.save wrote, as torch.load will read them.
 
-    `file` is positioned at its start, before and after. Raises `error`, naming `source`.
+    `file` is positioned at its start, before and after. Raises `error`, naming `source`, if a
+    pickle is refused or the file cannot be read.
     """
     try:
         if file.read(len(_ZIP)) == _ZIP:
