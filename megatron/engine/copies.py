@@ -43,8 +43,9 @@ class FirstGradients:
 def digest(tensor: Tensor) -> Tensor:
     """Return a tensor's digest, an int64 scalar on its device, computed with torch operators.
 
-    Integers are added up: the order of additions does not matter, and a change within one 8-byte
-    word always changes the sum. About 16 times the tensor's bytes are read and written.
+    Integers are added up: the order of additions does not matter. A change within one 8-byte word
+    changes the sum, with few exceptions: at most four of its 2^64 values give the same. About 16
+    times the tensor's bytes are read and written.
     """
     flat = tensor.reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)

@@ -128,7 +128,7 @@ class StepResult:
     """Results of one optimizer step on the host; the same on every rank.
 
     grad_norm    global L2 norm of the gradient before clipping, without the loss scale; None when
-                 skipped. If it is 0, weights and optimizer are unchanged as well
+                 skipped. If it is 0, weights and optimizer are unchanged, too
     skipped      True when the gradient was not finite: weights and optimizer are unchanged
     loss_scale   the scale with which this step's gradients were computed
     num_zeros    number of gradient elements that are exactly 0, if requested; None when skipped
@@ -320,8 +320,8 @@ class Engine:
             return
         if config.pieces.layer is not None:
             raise ConfigError(
-                "--qk-clip scales the weights of the built-in layer: remove it, or train without "
-                "a layer of your own"
+                "--qk-clip scales the weights of the built-in layer: remove the flag, or train "
+                "without a layer of your own"
             )
         slices = [
             ParameterSlice(p, first, tensors[MASTER][span], bucket.owned_weights[span])
@@ -429,11 +429,13 @@ class Engine:
         """Start a step without waiting for its result: the device decides whether the step counts.
 
         The next passes may follow at once; `finish_step` returns the result at any time before the
-        next step. Until a first step has counted, this waits: whether later steps may overlap
-        depends on it. It also waits for the norm if the optimizer cannot skip on the device.
+        next step. Until a first step has changed the weights, this waits: whether later steps may
+        overlap depends on it. It also waits for the norm if the optimizer cannot skip on the
+        device.
 
         Raises ConfigError if a parameter has been frozen, or is no longer frozen, since the engine
-        was made, and for betas that the optimizer does not have.
+        was made, for betas that the optimizer does not have, and in the first step if it is unclear
+        whether a gradient is a term of a sum over the tensor ranks (Terms).
         """
         self._settle()
         for p, trains in self._trains.items():
@@ -543,7 +545,8 @@ class Engine:
     def wait_for_weights(self) -> None:
         """Wait until all weights of the last step have arrived.
 
-        For code that reads weights outside of forward passes.
+        For code that reads weights outside of forward passes. With ZeRO stage 3 all data-parallel
+        ranks call it: it gathers all weights, which keep their memory until the next step.
         """
         self._weights.wait()
 

@@ -1,8 +1,8 @@
 """Full parameters for an optimizer whose update needs the whole matrix, such as Muon.
 
 ZeRO gives each data-parallel rank a range of every bucket, and tensor parallelism gives each rank a
-shard of a matrix. Here every matrix has one owner among the tensor-parallel ranks of the
-data-parallel ranks that together hold the optimizer state once (ShardGroups.states); each expert
+shard of a matrix. Here every matrix has one owner: a tensor-parallel rank on one of the
+data-parallel ranks that together hold the optimizer state once (ShardGroups.states). Each expert
 has matrices of its own. Two all-to-alls carry a matrix to its owner: one over `states` for the
 ranges of a shard, one over the tensor group for the shards. Two more carry the result back. In
 each, a rank sends about as many elements as it owns in the buckets, 1/(size of `states`) of those

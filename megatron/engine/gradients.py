@@ -53,15 +53,16 @@ class Gradients:
 
     A bucket is complete once each of its parameters has received all contributions of a step.
     The first step counts the contributions per micro-batch. Nothing overlaps in that step, or in
-    any other step up to the first that is not skipped (`counts`). Schedules that split the backward
-    pass, shared weights and layers that pass their gradient to autograd need no special treatment.
-    Buckets are sent in their order, so that all ranks post the same messages, even if a parameter
-    gets no gradient: its bucket and the later ones wait for `reduce`.
+    any other step up to the first that changes the weights (`counts`). Schedules that split the
+    backward pass, shared weights and layers that pass their gradient to autograd need no special
+    treatment. Buckets are sent in their order, so that all ranks post the same messages, even if a
+    parameter gets no gradient: its bucket and the later ones wait for `reduce`.
 
     buckets  the buckets that train, in the order in which they are sent
     local    see Engine.local_gradients
-    counted  whether a step has counted
-    first    gradients of the first step that counted; None without tensor parallelism
+    counted  whether a step has changed the weights
+    first    gradients of the first step that changed the weights, until they are checked; None
+             without tensor parallelism
     """
 
     def __init__(
@@ -261,7 +262,7 @@ class Gradients:
         return torch.stack([digest(self.of(p)) * self.of(p).any() for p in parameters])
 
     def counts(self) -> None:
-        """Note that the step of the last `reduce` was not skipped: later steps may overlap."""
+        """Note that the step of the last `reduce` changed the weights: later steps may overlap."""
         if not self.counted:
             self.counted = True
             self.first = self._looked
@@ -727,7 +728,7 @@ class WeightGather:
 
     @torch.no_grad()
     def start(self, frozen: bool = False) -> None:
-        """Gather the weights; all ranks of the group call it after their shards have changed.
+        """Gather the weights; all data-parallel ranks call it after their shards have changed.
 
         `frozen`: whether to include frozen parameters.
         """

@@ -30,8 +30,8 @@ Group = dict[str, Any]
 class HostState:
     """Master weights and state of an optimizer, in host memory outside of its steps.
 
-    optimizer  has one parameter in each group. Its state is on the host at first; afterwards it has
-               values only while its group is updated
+    optimizer  has one parameter in each group. Its state is on the host at first; afterwards the
+               state of a group has values only while the group is updated
     device     the device on which groups are updated
     masters    whether the optimizer's parameters are treated like its state; in fp32 they are the
                weights themselves, and stay on the device

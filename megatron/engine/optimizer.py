@@ -149,7 +149,7 @@ def create_state(
     torch would create it in the first step. A new engine needs it earlier to load a checkpoint, and
     it is better to run out of memory at the start.
     """
-    # torch's AdamW is fused, so that its steps are counted on the device
+    # torch's AdamW counts steps in a tensor for each parameter, FusedAdamW in its groups
     torchs = isinstance(optimizer, torch.optim.AdamW)
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -107,7 +107,7 @@ OPTIMIZERS = {
         sweeps=(("momentum_buffer",), (MASTER,)),
     ),
 }
-"""State by --optimizer. Steps are counted per group, or created by optimizer.create_state."""
+"""State by --optimizer. Steps are counted per group, or in a "step" from optimizer.create_state."""
 
 
 def optimizer_state(config: Config) -> OptimizerState:
@@ -176,8 +176,8 @@ def _state_of(make: Optimizer, settings: OptimizerConfig, on_host: bool) -> Opti
     """Return the state that an optimizer of `make` has after a step on a few weights.
 
     If it needs full parameters, it takes a step on these as well. Raises ConfigError for a result
-    that is no torch optimizer, for state that ZeRO or checkpoints do not support, and if an update
-    of shards depends on other shards.
+    that is no torch optimizer, for state that ZeRO or checkpoints do not support, and if the update
+    of a shard depends on other shards.
     """
     import torch
 

@@ -111,7 +111,7 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (1.8564, -1.2132, 0.3568),
     (1.8750, -1.2500, 0.3750),
 )
-"""Amsel et al., arXiv 2505.16932, rounded to four digits."""
+"""Amsel et al., arXiv 2505.16932, rounded to four decimal places."""
 SIMPLE = (3.4445, -4.7750, 2.0315)
 """Jordan et al. 2024, kellerjordan.github.io/posts/muon; also used by torch.optim.Muon."""
 

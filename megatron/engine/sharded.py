@@ -45,8 +45,8 @@ class ShardedGradients(Gradients):
 
     A bucket is complete once its parameters have all contributions of a pass. The first pass
     assumes one for each parameter, and counts the actual number. Sums over the ranks beyond the
-    inner ones begin in the last pass if gradients are sent early, an earlier step has counted
-    (Gradients) and the passes were announced; else after it.
+    inner ones begin in the last pass if gradients are sent early, an earlier step has changed the
+    weights (Gradients) and the passes were announced; else after it.
     """
 
     def __init__(

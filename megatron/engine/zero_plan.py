@@ -342,7 +342,7 @@ class Reductions:
     def send(self, bucket: int, final: bool) -> Iterator[BucketInstruction]:
         """Send a bucket; `final`: REDUCE_BEYOND follows when REDUCE has arrived.
 
-        Raises ConfigError for a bucket that was sent with `final` before in this step.
+        Raises ConfigError for a bucket that has already been sent with `final` in this step.
         """
         if bucket in self._final:
             raise ConfigError(REDUCED_ALREADY)
@@ -613,7 +613,7 @@ def streamed(uses: Sequence[Use]) -> Iterator[BucketInstruction]:
 
     During an UPDATE the state of the next use arrives and the state of the previous use leaves,
     which takes two sets of tensors. State that an UPDATE changes is not fetched for the next use
-    before that UPDATE has stored it.
+    before it has been stored.
     """
     fetched = 0
     for now, (bucket, names) in enumerate(uses):
