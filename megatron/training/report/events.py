@@ -342,7 +342,7 @@ class CheckpointFailed(Event):
 
 
 class CheckpointRejected(Event):
-    """A checkpoint is broken, and another one is loaded instead."""
+    """A checkpoint is broken; `instead` is the one that is loaded, or "no checkpoint"."""
 
     event = "rejected_checkpoint"
     folder: str
@@ -437,8 +437,8 @@ class Evaluated(Event):
 class End(Event):
     """End of a run and its reason, "done" after the last iteration.
 
-    A run that fails before its end has no such event. Background saves and --save-hf complete after
-    this event.
+    A run that fails before its end has no such event. After this event, old checkpoints may still
+    be removed, and --save-hf is written.
 
     energy_j   energy of all nodes in this job; NaN if unknown
     """

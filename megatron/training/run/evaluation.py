@@ -182,7 +182,7 @@ def evaluate(
             report_validation(run, prefix, name, losses, samples, seconds, corpus)
         else:
             run.reporter.say(
-                f"WARNING: no validation loss at {prefix}: none of the {samples} samples of the "
+                f"WARNING: no loss at {prefix}: none of the {samples} samples of the "
                 f"{corpus or name} data has a token in the loss"
             )
         if run.wall_time is not None and corpus is None:

@@ -121,7 +121,7 @@ def roll_back(run: Run, spike: Spike) -> bool:
     ranks call this between two steps, after they have agreed on `spike`.
 
     Raises TrainingError if the run has already gone back to the same checkpoint MOST times, and
-    CheckpointError if no checkpoint can be loaded.
+    CheckpointError if that checkpoint cannot be loaded.
     """
     reporter = run.reporter
     saves = run.saves

@@ -258,9 +258,9 @@ class Watchdog:
         self._recorder.answer(number, python_stacks(limit) + note)
 
     def _neighbours(self, number: int) -> tuple[list[FlightState], bool]:
-        """Return the states of this node's ranks, and whether this is the first that answered.
+        """Return the states of this node's ranks, and whether this rank is the first that answered.
 
-        First waits, so that every rank that can answer has the time to do so.
+        Waits beforehand, so that every rank that can answer has the time to do so.
         """
         sys.audit("megatron.training.answered", number)
         self.sleep(_NODE_S)
@@ -516,8 +516,8 @@ def _trouble(of: FlightState | None) -> str:
         what = f"does not answer (its process is {of.process}, its Python interpreter is blocked)"
     else:
         main, _, _ = of.stack.partition("\n\n")
-        location = f" at {main.splitlines()[-1]}"
-    return f"{what} since {of.where}, {of.quiet_s:.0f} s ago{location}"
+        location = f", now at {main.splitlines()[-1]}"
+    return f"{what}, last progress: {of.where}, {of.quiet_s:.0f} s ago{location}"
 
 
 def _without_root(
