@@ -1,14 +1,18 @@
 """Models of transformers with random weights, their results, and our models of these families."""
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron.checkpoint.huggingface_config import model_of
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
-from megatron.data.sampler import make_micro_batch
+from megatron.data.sampler import MicroBatch, make_micro_batch
 
 LENGTH = 24
 SAMPLES = 2
@@ -77,7 +81,7 @@ CASES = {
 """{case: (model_type, fields of config.json)}"""
 
 
-def random_values(config):
+def random_values(config: Any) -> Any:
     """Return a model of a configuration of transformers with random values in all parameters."""
     from transformers import AutoModelForCausalLM  # not at the top: collection does without it
 
@@ -93,7 +97,7 @@ def random_values(config):
     return model
 
 
-def random_model(case, **sizes):
+def random_model(case: str, **sizes: int | None) -> Any:
     """Return a model of a case with random values; `sizes` replace those fields that it has."""
     from transformers import AutoConfig
 
@@ -107,18 +111,18 @@ def random_model(case, **sizes):
     return random_values(config)
 
 
-def make(case, folder, dtype=torch.float32, **saving):
+def make(case: str, folder: Path, dtype: torch.dtype = torch.float32, **saving: Any) -> Path:
     """Save a model of a case; return its folder."""
     random_model(case).to(dtype).save_pretrained(folder, **saving)
     return folder
 
 
-def tokens(vocabulary=VOCABULARY):
+def tokens(vocabulary: int = VOCABULARY) -> Tensor:
     generator = torch.Generator().manual_seed(9)
     return torch.randint(0, vocabulary, (SAMPLES, LENGTH + 1), generator=generator)
 
 
-def computed(folder):
+def computed(folder: Path) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
     """Return transformers' logits [b, s, vocabulary], loss, and gradients, in fp32."""
     from transformers import AutoModelForCausalLM
 
@@ -136,7 +140,7 @@ def computed(folder):
     return logits.detach().numpy(), loss.item(), by_expert(model.config.model_type, gradients)
 
 
-def by_expert(kind, weights):
+def by_expert(kind: str, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return tensors under their names in files, where each expert has separate ones."""
     block = "mlp"
     names = ("gate_proj", "up_proj", "down_proj")
@@ -159,17 +163,17 @@ def by_expert(kind, weights):
     return out
 
 
-def tensors(folder):
+def tensors(folder: Path) -> dict[str, Tensor]:
     """Return all tensors in the files of a folder."""
     from safetensors.torch import load_file
 
-    weights = {}
+    weights: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         weights |= load_file(path)
     return weights
 
 
-def identical(one, other):
+def identical(one: Path, other: Path) -> None:
     """Check that the tensors of two folders are the same, byte for byte."""
     a = tensors(one)
     b = tensors(other)
@@ -179,7 +183,7 @@ def identical(one, other):
         assert torch.equal(value.view(torch.uint8), b[name].view(torch.uint8)), name
 
 
-def save_tokenizer(folder, entries):
+def save_tokenizer(folder: Path, entries: int) -> None:
     """Save a tokenizer of single letters with `entries` entries."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -219,7 +223,7 @@ STYLES = (
 ).split()
 
 
-def fields_of(case):
+def fields_of(case: str) -> dict[str, Any]:
     """Return COMMON and the settings of a case that differ from our defaults."""
     kind, fields = CASES[case]
     defaults = plain(Config.create(**COMMON).model)
@@ -234,18 +238,18 @@ def fields_of(case):
 FAMILIES = {style: fields_of(style) for style in STYLES}
 
 
-def hugging_face(style, positions=S):
+def hugging_face(style: str, positions: int = S) -> Any:
     """Return a model of a family with the sizes of COMMON; also seed torch's generator."""
     torch.manual_seed(7)
     return random_model(style, vocab_size=V, max_position_embeddings=positions, n_inner=None)
 
 
-def micro_batch():
+def micro_batch() -> MicroBatch:
     drawn = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(2))
     return make_micro_batch(drawn.numpy())
 
 
-def fuse(q, k, v, heads, groups):
+def fuse(q: Tensor, k: Tensor, v: Tensor, heads: int, groups: int) -> Tensor:
     """Return the rows of separate projections fused into one matrix.
 
     The order is [group][queries ..., key, value][head dimension].
@@ -257,7 +261,7 @@ def fuse(q, k, v, heads, groups):
     return out.reshape(-1, *out.shape[3:])
 
 
-def from_gpt2(p):
+def from_gpt2(p: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the parameters of a GPT-2 under our names."""
     out = {
         "embedding.word_embeddings.weight": p["transformer.wte.weight"],
