@@ -2,8 +2,9 @@
 
 "auto" leaves a value to the command line. A value that is only in the JSON is used. A value that
 contradicts a chosen one is a problem that names both values, their origins and the line in the
-file. deepspeed_json.toml lists the entries that set something, are refused, have no effect or are
-passed on to DeepSpeed; unknown entries are also passed on, with a notice.
+file, except that a loss scale of 0 (dynamic) overrides a static one. deepspeed_json.toml lists the
+entries that set something, are refused, have no effect or are passed on to DeepSpeed; unknown
+entries are also passed on, with a notice.
 """
 
 from __future__ import annotations

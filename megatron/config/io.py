@@ -348,7 +348,7 @@ class LoggingConfig:
     )
     wandb_save_dir: str | None = option(
         None,
-        "Folder in which Weights & Biases keeps its files, in the folder wandb.",
+        "Folder in which Weights & Biases creates the folder wandb for its files.",
         metavar="FOLDER",
         derived="the --save folder, else the current folder",
         of_folder=True,
@@ -361,7 +361,7 @@ class LoggingConfig:
     )
     mlflow_experiment_name: str | None = option(
         None,
-        "MLflow experiment to log to. Without this flag and --mlflow-tracking-uri, MLflow is off.",
+        "MLflow experiment to log to. MLflow is on if this flag or --mlflow-tracking-uri is given.",
         metavar="NAME",
         derived="megatron",
     )

@@ -284,7 +284,7 @@ class ModelConfig:
         "muP: key and value heads of the base model.",
         WIDTH,
         flags="--mup-base-num-key-value-heads --mup-base-num-query-groups",
-        derived="in proportion to the attention heads, at least 1",
+        derived="in proportion to the attention heads, or a smaller divisor of their number",
     )
     mup_embedding_mult: float = option(
         1.0, "muP: factor applied to the embeddings, tuned on the base model.", FACTOR

@@ -272,7 +272,7 @@ class _Late:
         self._give_stages()
 
     def _give_stages(self) -> None:
-        """Set pipeline_layout, or the layers of a chunk."""
+        """Set moe_layer_freq, and either pipeline_layout or the layers of a chunk."""
         methods: dict[Callable[[int, int], list[int]], tuple[str, ...]] = {
             self._by_partition: (PARTITION,),
             self._by_ends: (FIRST, LAST),
@@ -363,11 +363,11 @@ class _Late:
         each, rest = divmod(left, middle) if middle else (0, left)
         ranks = [*first, *[each] * middle, *last]
         if rest or left < 0 or any(rank % chunks for rank in ranks):
-            within = f" in {chunks} chunks each" if chunks > 1 else ""
+            within = f" of {chunks} chunks each" if chunks > 1 else ""
             raise ValueError(
-                f"{self._written((FIRST, LAST))} leaves {left} of {layers} layers, which {middle} "
-                f"stages{within} cannot share evenly: use --pipeline-layout with the layers of "
-                "each stage"
+                f"{self._written((FIRST, LAST))} leaves {left} of {layers} layers for {middle} "
+                f"other ranks{within}: layers must divide evenly among these ranks, and among the "
+                "chunks of every rank. Use --pipeline-layout with the layers of each stage"
             )
         return [rank // chunks for _ in range(chunks) for rank in ranks]
 

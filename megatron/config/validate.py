@@ -137,7 +137,10 @@ def validate(settings: Settings) -> None:
 
 
 def run_requirements(settings: Settings) -> None:
-    """Add problems for missing settings that a training run needs, before defaults replace them."""
+    """Add problems for missing settings that a training run needs, before defaults replace them.
+
+    Also add one if --requeue would start a command that does not continue the run.
+    """
     explicit = settings.explicit
     known = {*explicit, *settings.bad}
     add = settings.problems.append
