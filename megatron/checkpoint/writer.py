@@ -38,7 +38,8 @@ def nothing() -> None:
 class SyncedFile:
     """A new file that is synced to disk while more is written.
 
-    About 2 * _SYNC bytes, at most, wait for the disk. Raises OSError with the system's own reason.
+    At most about 2 * _SYNC bytes wait for the disk, and more only during a larger `write`. Raises
+    OSError with the system's own reason.
     """
 
     def __init__(self, path: Path) -> None:
