@@ -249,7 +249,7 @@ class FileDataset(SourceDataset):
     `description` identifies the index in the cache. The index is looked up in `index-cache` next to
     the data, then in `data_cache_path`, and built in the latter, if it is given, or else in the
     former. `pad_id` fills the rest of a sample whose pieces are too short. Raises DataError for an
-    .idx file with impossible sizes, and the errors of load_or_build.
+    .idx file with impossible sizes or too many sequences, and the errors of load_or_build.
     """
 
     def __init__(
