@@ -31,7 +31,8 @@ class CoreAttention:
 
     layer      index of the layer in the model
     recompute  whether to recompute attention in the backward pass
-    attention  name of the implementation (choose_attention)
+    attention  name of the implementation (choose_attention), which must support the dropout, window,
+               cap and bias that `config` sets
 
     largest    the largest scaled product q k^T of each head in the training passes of this step, at
                least 0, for QK-clip: fp32 [heads/tp]; None: not recorded

@@ -19,7 +19,8 @@ Mask = tuple[bool, int]
 """Mask of a call: causal or not, and the reach of its window (-1: none); both hide keys.
 
 If causal, query i and key i have the same position; otherwise no key is later than a query. With a
-reach of n, the last query sees the last key and n keys before it; each earlier query sees one more.
+reach of n, the window of the last query begins n keys before the last key, and the window of each
+earlier query one key before that of the next.
 """
 
 
@@ -29,7 +30,7 @@ class Flash(NamedTuple):
     backend            "flash" or "torch" (choose_attention)
     share, scale, cap  as in AttentionParameters
 
-    Torch's kernels have no window and no cap.
+    Neither backend has ALiBi or dropout, and torch's has no window and no cap: they are ignored.
     """
 
     backend: str
