@@ -177,7 +177,9 @@ def read(file: Path) -> list[MeasuredTimes]:
     """Return the measurements in a file. Raises KernelError if it is damaged."""
     entries = read_json(file, _LIMIT_BYTES, error=KernelError).get("measurements")
     if not isinstance(entries, list):
-        raise KernelError(f"{file} has no list of measurements: it is damaged, or another file")
+        raise KernelError(
+            f"{file} has no list of measurements: it is damaged, or not the right file"
+        )
     return [_checked(entry, file) for entry in entries]
 
 
