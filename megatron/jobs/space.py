@@ -420,7 +420,7 @@ def _check_keys(table: Mapping[str, object], kinds: Mapping[str, type]) -> None:
                 f"{key} is unknown{did_you_mean(key, kinds)}; known: {', '.join(kinds)}"
             )
         if type(value) is not kinds[key]:
-            raise ConfigError(f"{key} is {value!r}, expected a {kinds[key].__name__}")
+            raise ConfigError(f"{key} is {value!r}: it must be of type {kinds[key].__name__}")
 
 
 def _named(key: str, origins: dict[str, str]) -> str:
