@@ -12,7 +12,8 @@
 # Settings, from the environment:
 #   MODEL        22b, 175b, 1t, or any preset           RECIPE      paper or frontier
 #   VALUES       values of the size that varies, such as "1 2 4": replicas in weak and strong scaling
-#   BATCH        global batch in sequences: per replica for weak, per stage for pp-bubble, otherwise of every point
+#   BATCH        sequences per replica for weak, micro-batches per stage for pp-bubble, otherwise sequences of every
+#                point; KINDS=batch, which varies them, refuses it
 #   ITERATIONS   measured steps of each point           WARM_UP     steps before them
 #   OUT          folder of results, with a subfolder for each experiment
 #   SIDE_BY_SIDE 1: points share the allocation on disjoint nodes; 0: one after another
