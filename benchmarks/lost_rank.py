@@ -76,7 +76,10 @@ def main() -> int:
         says = line[:200] or "nothing about rank 1"
         row = [layout, what, f"{seconds:.1f}", str(code), says, "named" if well else "WRONG"]
         print(markdown([head, row])[-1], flush=True)
-    print(f"{named} of {len(cases)} lost ranks are named by the other, within {timeout_s} s")
+    print(
+        f"{named} of {len(cases)} lost ranks are named by the other, within {timeout_s} s and the "
+        "leeway"
+    )
     return 0 if named == len(cases) else 1
 
 

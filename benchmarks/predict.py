@@ -49,8 +49,7 @@ from megatron.planner.timing import estimate
 
 WARM_UP = 3
 STEPS = 7
-"""Measured steps, after WARM_UP others: the first of those allocates memory, which is reused later.
-"""
+"""Measured steps, after WARM_UP others, the first of which allocates memory for all."""
 SETS = {
     "cpu": (CALIBRATED, LAYOUTS),
     "gpu": (GPU_CALIBRATED, GPU_LAYOUTS),

@@ -4,8 +4,8 @@
 
 A small GPT learns real text with dropout, validation and asynchronous saves in between. For each
 layout and precision it is trained twice: once undisturbed, and once with SIGKILL of all ranks after
-the same step, which is chosen by a seed. From a copy of the remaining files, the run is then
-resumed on the same layout and on others. Required are:
+a step that a seed determines. From a copy of the remaining files, the run is then resumed on the
+same layout and on others. Required are:
 
 same layout    bit-identical losses, gradient norms, validation losses, weights, master weights and
                moments

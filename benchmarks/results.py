@@ -123,7 +123,10 @@ def write(record: Record, folder: Path) -> Path:
 
 
 def last_of(folder: Path, record: Record) -> Record | None:
-    """Return the newest run on the same machine (CPU, threads, memory) with a common figure."""
+    """Return the newest earlier run on the same machine that has a figure in common with this one.
+
+    The runs must be of one kind: of the same device, and both quick or neither.
+    """
 
     def kind(r: Record) -> tuple[Any, ...]:
         of_machine = [
@@ -282,7 +285,7 @@ def heading(record: Record) -> list[str]:
 
 
 def notes(record: Record) -> list[str]:
-    """List sides that do less work, figures from fewer rounds, and omitted sides."""
+    """List sides that do less work, failures in later rounds, and figures from fewer rounds."""
     lines = [
         f"{r['workload']} {r['case']}, {r['side']}: {r['less']}"
         for r in record["rows"]

@@ -7,8 +7,9 @@ including everything between them. On a device torch reports waiting calls
 (torch.cuda.set_sync_debug_mode), except torch.cuda.synchronize and Event.synchronize, which are
 counted here. Waits for other ranks do not count. On a CPU, where nothing waits, host_waits.py
 counts the waits that tensors of a device would cause, in few and small steps, as a smoke test. Exit
-code 1 if a step on a device waits more than once, apart from the report of --log-interval (with
-experts, once more for each of their layers and micro-batches), or if not even the report waits.
+code 1 if a training fails, if a step on a device waits more than once, apart from the report of
+--log-interval (with experts, once more for each of their layers and micro-batches), or if not even
+the report waits.
 """
 
 from __future__ import annotations

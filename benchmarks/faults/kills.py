@@ -284,9 +284,9 @@ class _Running:
     def _settle(self, before: int) -> int | None:
         """Record from which iteration a start resumed, and return it.
 
-        The records from `before` on are those of this start. It is recorded for all kills since the
-        last start that loaded. If this start was killed before it loaded, None is returned, and a
-        later start will record it.
+        The records from `before` on are those of this start. The iteration is recorded for all
+        kills since the last start that loaded. If this start was killed before it loaded, None is
+        returned, and a later start will record the iteration for these kills.
         """
         starts: list[int] = [
             record["iteration"] for record in self.records()[before:] if record["event"] == "start"
