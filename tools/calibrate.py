@@ -7,9 +7,9 @@
     python tools/calibrate.py --refine runs/x/metrics.jsonl --cluster this.toml -o refined.toml
 
 Accepts all flags of pretrain_gpt.py: matrix products and kernels are measured with the shapes and
-the precision of the model that they describe (default: gpt2-124m). On a CPU, where processes share
-the cores, a file is valid only for the number of processes per node that it was measured with.
---refine corrects a file by the step times of runs of about 20 steps.
+the precision of the model that they describe (without any: gpt2-124m). On a CPU, where processes
+share the cores, a file is valid only for the number of processes per node that it was measured
+with. --refine corrects a file by the step times of runs of about 20 steps.
 """
 
 from __future__ import annotations

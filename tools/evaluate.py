@@ -11,10 +11,11 @@ Examples:
 Every token is predicted once, from the tokens before it: windows of --context tokens begin every
 --stride tokens, and each counts only the predictions that the previous window did not make. A
 smaller stride gives more context and takes longer. As in training, an end-of-document token (EOD)
-separates documents and is predicted as well; one also precedes the first document, and each file of
-tokens. If the training left the first token of each document out of the loss (--eod-mask-loss or
-best-fit packing), so does the evaluation. Model and tokenizer are those of the checkpoint; the
-layout may differ from that of the training, and the result does not depend on it.
+separates documents and is predicted as well; one also precedes the first document of the texts and,
+if the checkpoint has a tokenizer, each file of tokens. If the training left the first token of each
+document out of the loss (--eod-mask-loss or best-fit packing), so does the evaluation. Model and
+tokenizer are those of the checkpoint; the layout may differ from that of the training, and the
+result does not depend on it.
 
 A file of --tasks has JSON lines, {"context": "...", "choices": ["...", "..."], "answer": 0} (multiple choice) or
 {"context": "...", "ending": "..."} (cloze). The most likely choice is found in three ways: by the sum of its tokens'

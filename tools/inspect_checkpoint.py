@@ -9,8 +9,10 @@
 Needs neither a GPU nor the layout that wrote the checkpoint. At most one tensor of a checkpoint is
 in memory at a time. Nothing in the files is executed.
 
-Exit code 0; 1 when a checkpoint is damaged, or when two differ in tensors or state (differences in
-settings do not count); 2 for an error, such as a path that does not exist.
+Exit code 0; 1 when the checkpoint to show or compare is damaged, when --verify finds a problem, or
+when two checkpoints differ in tensors or state (differences in settings do not count); 2 for an
+error, such as a path that does not exist. In a list, damaged checkpoints beside a valid one do not
+count.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def _merge_records(
 ) -> None:
     """Record which tokenizer wrote the data, if all inputs name the same one.
 
-    `say` is called for inputs that name different ones.
+    `say` is called for inputs that name another one than the first input does.
     """
     records = {os.fspath(prefix): read_record(prefix) for prefix in inputs}
     (first, record), *rest = records.items()

@@ -178,8 +178,8 @@ def _add_tokenizer(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--tokenizer-model",
         metavar="FILE",
-        help="SentencePiece model; tokenizer.json or its folder for HFTokenizer; .tiktoken file "
-        "for TikTokenizer",
+        help="SentencePiece model; tokenizer.json or its folder for HFTokenizer; .tiktoken file or "
+        "Megatron-LM's JSON vocabulary for TikTokenizer",
     )
     group.add_argument(
         "--vocab-size", type=integer(), metavar="N", help="vocabulary size of NullTokenizer"

@@ -7,7 +7,7 @@ RUN is the folder of a run, its metrics.jsonl, or a folder that contains runs, s
     python tools/report.py runs/weak-175b --format md --output -
     python tools/report.py runs/a --picture loss.png        # and the loss curves as an image
 
-The page needs no network. Exit codes: 0; 1 no run has logged anything yet; 2 error.
+The page needs no network. Exit codes: 0; 1 no run has logged a step or an evaluation; 2 error.
 """
 
 from __future__ import annotations

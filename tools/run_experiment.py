@@ -118,7 +118,8 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--list",
         action="store_true",
-        help="print a job for each point that is left to run: name, nodes, time, partition",
+        help="print a job for each point that was not started or was interrupted: name, nodes, time, "
+        "partition",
     )
     group.add_argument(
         "--print-limit",

@@ -103,6 +103,8 @@ def train_vocabulary(
     without a piece are encoded as bytes, so decode(encode(text)) is the text, except that U+2581,
     SentencePiece's mark for a space, becomes a space. With `on_bad_input` 'skip', unusable
     documents are left out, and `say` is called once, with a note of their number and the first one.
+    Lines of more than _MAX_LINE_BYTES are left out.
+
     Raises DataError for unusable input and if the model cannot be written, ConfigError for a
     vocabulary that is too small or that the text cannot fill.
     """
@@ -117,7 +119,10 @@ def train_vocabulary(
     random.Random(seed).shuffle(documents)
     lines = _sample_lines(documents, sample_bytes)
     if not lines:
-        raise DataError(f"{', '.join(map(str, inputs))}: no text to train on")
+        raise DataError(
+            f"{', '.join(map(str, inputs))}: no text to train on, apart from lines of more than 4000 "
+            "bytes, which are left out"
+        )
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -182,7 +187,8 @@ def _texts(
 def _sample_lines(documents: Sequence[str], sample_bytes: int) -> list[str]:
     """Return the lines of the first documents until they have `sample_bytes`.
 
-    Documents can be cut into lines because newlines are symbols: no piece spans two lines.
+    Blank and long lines are left out. Documents can be cut into lines because newlines are symbols:
+    no piece spans two lines.
     """
     lines: list[str] = []
     size = 0

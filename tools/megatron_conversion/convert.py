@@ -139,7 +139,7 @@ def read_source(
 
 
 def _why_unreadable(folder: Path) -> str:
-    """Return why a folder of a known other format cannot be converted; "" if it has none."""
+    """Return why a folder in a known other format cannot be converted; "" for any other folder."""
     names = {path.name for path in folder.iterdir()}
     if any(
         name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in names
