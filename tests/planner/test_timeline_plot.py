@@ -23,7 +23,8 @@ def figures(monkeypatch):
 
     drawn = []
     close = pyplot.close
-    monkeypatch.setattr(pyplot, "close", drawn.append)
+    # matplotlib before 3.9 closes "all" when it changes its backend
+    monkeypatch.setattr(pyplot, "close", lambda one: drawn.append(one) if one != "all" else None)
     yield drawn
     for figure in drawn:
         close(figure)
