@@ -165,7 +165,7 @@ def test_a_flipped_bit_is_found_in_every_kind_of_copy():
 
 
 def changes(x):
-    """Change one bit; pairs of signs, which a plain sum of words misses; swap words or chunks."""
+    """Change one bit; all bits of a word; two signs, which a sum of words misses; swap parts."""
     kind, n = torch.int16 if x.element_size() == 2 else torch.int32, len(x)
     word = 8 // x.element_size()
 
@@ -179,6 +179,7 @@ def changes(x):
     bits = [bit(i, b) for i in (0, 3, n // 2, n - 1) for b in range(8 * x.element_size())]
     return [
         *bits,
+        lambda y: y.view(kind)[:word].bitwise_not_(),
         lambda y: y[word - 1 : 2 * word : word].neg_(),
         swap(1),
         swap(word),
