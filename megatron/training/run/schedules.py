@@ -127,6 +127,8 @@ class BatchSchedule:
             counted = min(steps, left // size if full_steps else -(-left // size))
             consumed_samples += counted * size
             iterations += counted
+            if counted < steps:  # a step of a later, smaller size might fit, but is not next
+                break
         return iterations
 
 

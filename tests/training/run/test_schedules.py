@@ -106,3 +106,4 @@ def test_batch_sizes_by_tokens(consumed):
         samples += schedule.global_batch_size(samples)
     assert schedule.samples_after(50, consumed) == samples
     assert schedule.iterations_until(samples, consumed, full_steps=True) == 50
+    assert schedule.iterations_until(samples - 1, consumed, full_steps=True) == 49
