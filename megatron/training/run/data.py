@@ -81,43 +81,41 @@ def staged_locations(
 ) -> dict[str, str]:
     """Copy the data to --stage-data-to, once per node; return where to read each prefix.
 
-    On each node, one process that reads the data makes the copy. The result is empty if nothing is
-    staged, and on ranks that read no data. All ranks call this and return when all copies are
-    complete. Data that cannot be copied is read from its original place. Raises LaunchError if any
-    rank is not done after WAIT_S.
+    On each node, one process that reads the data makes the copy. The result is empty on ranks that
+    stage nothing or read no data. All ranks call this if any stages data, and return when all
+    copies are complete. Data that cannot be copied is read from its original place. Raises
+    LaunchError if any rank is not done after WAIT_S.
     """
+    prefixes = data_prefixes(config)
+    if not prefixes:
+        return {}
     target = config.data.stage_data_to
-    prefixes = [] if target is None else data_prefixes(config)
-    if target is None or not prefixes:
-        return {}
-    folder = Path(os.path.expandvars(os.path.expanduser(target)))
-    if "$" in str(folder):
-        say(
-            f" note: --stage-data-to {target} names a variable that is not set: data is read from "
-            "its original place"
-        )
-        return {}
     store = store or job_store(topology)
     locations: dict[str, str] = {}
-    if reads_data(config, topology):
+    if target is not None and reads_data(config, topology):
+        folder = Path(os.path.expandvars(os.path.expanduser(target)))
         key = f"staging/{socket.gethostname()}"
-        if store.add(f"{key}/readers", 1) == 1:
+        if "$" in str(folder):
+            store.set("staging/why", f"{target}: a variable is not set on {socket.gethostname()}")
+        elif store.add(f"{key}/readers", 1) == 1:
             for prefix in prefixes:
                 try:
                     locations[prefix] = copy_to_node(prefix, folder)
                     say(f" {prefix} is read from {locations[prefix]}")
                 except OSError as error:
                     locations[prefix] = prefix
-                    store.set("staging/why", f"{prefix}: {error}")
+                    store.set("staging/why", f"{prefix} to {folder}: {error}")
             store.set(key, json.dumps(locations))
-        _wait(store, key, topology)
-        locations = json.loads(store.get(key))
+        else:
+            _wait(store, key, topology)
+            locations = json.loads(store.get(key))
+    # Ranks that stage nothing are counted, too: the setting and its variables may differ.
     if store.add("staging/ranks", 1) == topology.world.size:
         store.set("staging/all", "")
     _wait(store, "staging/all", topology)
     if store.check(["staging/why"]):
         why = store.get("staging/why").decode()
-        say(f" note: --stage-data-to {folder}: some data is read from its original place: {why}")
+        say(f" note: --stage-data-to: some data is read from its original place: {why}")
     return locations
 
 

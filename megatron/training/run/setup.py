@@ -333,8 +333,11 @@ def build_data(
     numbers returned are then sys.maxsize.
     """
     samples = planned_samples(config, batches)
-    with reporter.console.doing("copying data to the node"):
-        staged = staged_locations(config, topology, reporter.say)
+    staged = dict[str, str]()
+    staging = torch.tensor(int(config.data.stage_data_to is not None))
+    if collectives.all_reduce(staging, topology.world, dist.ReduceOp.MAX):
+        with reporter.console.doing("copying data to the node"):
+            staged = staged_locations(config, topology, reporter.say)
     pad_id = tokenizer.eod if tokenizer is not None else 0
     reading = Reading(staged, pad_id, verify=topology.rank == 0)
     build = partial(build_datasets, config, reading=reading)

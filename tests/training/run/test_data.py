@@ -24,7 +24,7 @@ DATA = dict(vocab_size=80, train_iters=4, split="1")
 
 def staging(prefix, disk, **fields):
     """Return a configuration that copies the data of this prefix to `disk`."""
-    return tiny(**DATA, **fields, data_path=(prefix,), stage_data_to=str(disk))
+    return tiny(**DATA, **fields, data_path=(prefix,), stage_data_to=disk and str(disk))
 
 
 def side_by_side(number, run):
@@ -115,6 +115,24 @@ def test_one_process_of_a_node_copies_and_only_stages_that_read_data(tmp_path):
     assert len(messages) == 1 and len(list((tmp_path / "disk").iterdir())) == 1
 
 
+def test_no_rank_waits_for_one_that_stages_nothing(tmp_path):
+    """One rank does not ask for copies, and a variable is not set on the node of another."""
+    prefix = write_numbers(tmp_path / "x", 80)
+    store = dist.HashStore()
+    messages = []
+    targets = (None, str(tmp_path / "disk"), "$NO_SUCH_VARIABLE/disk")
+    asked = staging(prefix, None, world_size=3, global_batch_size=3)
+
+    def run(rank):
+        config = asked.replace(stage_data_to=targets[rank])
+        said = messages.append if rank == 0 else lambda _: None
+        return staged_locations(config, rank_topology(rank, data=3), said, store)
+
+    staged = side_by_side(3, run)
+    assert [list(locations) for locations in staged] == [[], [prefix], []]
+    assert len(messages) == 1 and targets[2] in messages[0]
+
+
 def test_the_wait_has_an_end(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "WAIT_S", 0.0)
     asked = staging(write_numbers(tmp_path / "x", 80), tmp_path / "disk", world_size=2)
@@ -151,12 +169,16 @@ def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(tmp_path, fai
         assert all(len(built) == 2 and built[0].train is not None for built in outcomes)
 
 
+def run_from_copies_on_one(rank, fields):
+    return run_and_listen(rank, dict(fields, stage_data_to=None) if rank == 0 else fields)
+
+
 @pytest.mark.slow
-def test_a_whole_run_from_copies(tmp_path):
+def test_a_whole_run_of_which_one_rank_reads_copies(tmp_path):
     prefix = write_numbers(tmp_path / "x", 80)
     target = tmp_path / "disk"
     fields = dict(data_path=(prefix,), split="1", vocab_size=80, stage_data_to=str(target))
-    printed = run_processes(2, run_and_listen, fields)
+    printed = run_processes(2, run_from_copies_on_one, fields)
     assert all(
         f"{24 * 8} tokens" in lines[-1] and f"x {24 * 8 / 80:.3f}" in lines[-1] for lines in printed
     )
