@@ -34,7 +34,7 @@ _KINDS = {
     **dict.fromkeys(("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST"), "call"),
     **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET"), "tuple"),
     **dict.fromkeys(("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"), "add"),
-    **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"), "empty"),
+    **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "GLOBAL"), "empty"),
     **dict.fromkeys(("LONG", "LONG1", "LONG4", "INT"), "number"),
     **dict.fromkeys(("PROTO", "FRAME"), "format"),
     **dict.fromkeys(("POP", "POP_MARK"), "pop"),
@@ -141,6 +141,8 @@ def check_pickle(content: bytes | BinaryIO, source: object, error: type[Megatron
                 continue
             if kind in ("add", "build"):  # the object remains the same
                 made = values[0]
+                if made in (_PLAIN, _MARK):  # shared by all pickles
+                    raise ValueError("it adds to a value that can hold none")
                 made.inside += values[1:]
             else:
                 hashed = kind in ("tuple", "call")

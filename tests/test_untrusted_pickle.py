@@ -5,11 +5,13 @@ import pickle
 import random
 import zipfile
 from collections import OrderedDict
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
 
+from megatron import untrusted_pickle
 from megatron.checkpoint.load import read_tensor
 from megatron.checkpoint.shards import Shard
 from megatron.errors import CheckpointError
@@ -102,6 +104,16 @@ def test_what_checkpoints_hold_is_taken(tmp_path):
         assert load_file(tmp_path / "file.pt", numpy).keys() == content.keys()
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         check_pickle(pickle.dumps(content, protocol), "file", CheckpointError)
+
+
+@pytest.mark.parametrize("target", [b"cfoo\nbar\n", b"N", b"("])
+def test_one_pickle_does_not_affect_the_next(target, monkeypatch):
+    """No pickle adds to a value that has nothing inside, which others share."""
+    monkeypatch.setattr(untrusted_pickle, "_FREE", 0)
+    for added in (b"(" + 1000 * b"N" + b"e", 1000 * b"Na"):
+        with suppress(ValueError):
+            check_pickle(BEGIN + target + added + END, "file", CheckpointError)
+    check_pickle(pickle.dumps(OrderedDict(), 2), "file", CheckpointError)
 
 
 @pytest.mark.parametrize("how", ["twice", "compressed"])
