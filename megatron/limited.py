@@ -102,12 +102,12 @@ class LimitedProcess:
         assert child is not None, "it was started"
         seconds = _TIME_S + size_bytes / _BYTES_PER_S
         memory = _MEMORY_BYTES + _BYTES_PER_BYTE * size_bytes
+        timer = threading.Timer(_WAITING * seconds, child.kill)
+        timer.start()
         try:
             connection.send((seconds, memory, request))
-            if not connection.poll(_WAITING * seconds):
-                child.kill()
-            reply = json.loads(connection.recv_bytes())
-            content = connection.recv_bytes()
+            reply = connection.recv_bytes(memory)
+            content = connection.recv_bytes(memory)
         except (OSError, EOFError):
             self.close()
             code = child.wait()
@@ -117,19 +117,30 @@ class LimitedProcess:
                 f"{seconds:.0f} s of CPU time or {memory / 2**30:.1f} GiB of memory: use one from "
                 "a source that you trust, or shorter texts"
             ) from None
-        if "error" not in reply:
-            return content if reply["bytes"] else reply["value"]
-        kind, text = reply["error"]
+        finally:
+            timer.cancel()
+        try:
+            kind, value = json.loads(reply)
+        except (ValueError, TypeError, RecursionError):
+            self.close()
+            raise DataError(
+                f"{self.what}: its process sends {reply[:100]!r}, which is not a reply: use one "
+                "from a source that you trust"
+            ) from None
+        if kind == "bytes":
+            return content
+        if kind == "value":
+            return value
         if kind == "ConfigError":
-            raise ConfigError(text)
+            raise ConfigError(value)
         if kind == "DataError":
-            raise DataError(text)
+            raise DataError(value)
         if kind == "MemoryError":
             raise LimitError(
                 f"{self.what}: takes more than {memory / 2**30:.1f} GiB of memory: use one from a "
                 "source that you trust, or shorter texts"
             )
-        raise DataError(f"{self.what} fails: {kind}: {text}")
+        raise DataError(f"{self.what} fails: {kind}: {value}")
 
 
 def _end(child: subprocess.Popen[bytes], connection: Connection) -> None:
@@ -171,13 +182,13 @@ def serve(target: str, number: int) -> None:
             if not built:
                 handler = value
                 value = None
-            is_bytes = isinstance(value, bytes)
-            if is_bytes:
+            if isinstance(value, bytes):
                 content = value
-                value = None
-            reply = json.dumps({"value": value, "bytes": is_bytes})
+                reply = json.dumps(["bytes", None])
+            else:
+                reply = json.dumps(["value", value])
         except BaseException as error:  # a panic in Rust is not an Exception
-            reply = json.dumps({"error": [type(error).__name__, f"{error!s:.2000}"]})
+            reply = json.dumps([type(error).__name__, f"{error!s:.2000}"])
         built = True
         connection.send_bytes(reply.encode())
         connection.send_bytes(content)
