@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
+from megatron.errors import ConfigError
 from megatron.kernels.choose import NONE, Fusions
 from megatron.kernels.host_copy import HostCopy
 from megatron.kernels.library import nodes_for
@@ -179,8 +180,13 @@ class ParameterFactory:
         """Create a parameter; `dim`, padded to `padded` entries, is sharded over the tensor ranks.
 
         `dim` None: every tensor rank holds the full parameter. `rows` are this rank's entries of
-        dimension 0, instead of an equal shard.
+        dimension 0, instead of an equal shard. Raises ConfigError for a scalar.
         """
+        if not global_shape:
+            raise ConfigError(
+                f"parameter {name} has shape (), which can be neither drawn nor divided: give it "
+                "shape (1,)"
+            )
         if rows is not None:
             offset = rows.first, *[0] * (len(global_shape) - 1)
             shape = rows.count, *global_shape[1:]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron.errors import ConfigError
 from megatron.layers import context as parameters
 from megatron.layers.context import BLOCK, ParameterFactory, draw, normal, xavier_uniform
 from megatron.parallel.keyed_random import mix, name_key
@@ -54,6 +55,11 @@ def test_padding_is_zero_and_does_not_change_the_rest():
     assert torch.equal(padded[:100], plain)
     assert torch.count_nonzero(padded[100:]) == 0
     assert torch.count_nonzero(plain) == plain.numel()
+
+
+def test_a_scalar_is_refused():
+    with pytest.raises(ConfigError, match="the gain has shape"):
+        ParameterFactory(7, 0, 1, CPU).create("the gain", (), None, normal(0.5))
 
 
 def test_names_and_blocks_are_independent():
