@@ -209,7 +209,8 @@ def mup_scales(config: Config) -> Scales:
         outputs, inputs = s.growth
         branch = model.residual_scale if s.name.startswith("layers.") else 1.0
         eps = branch * model.mup_base_hidden_size / model.hidden_size
-        if model.apply_residual_connection_post_layernorm and s.name.split(".")[-2] in on_stream:
+        module = f".{s.name}".split(".")[-2]  # "" if the user's own name has no module
+        if model.apply_residual_connection_post_layernorm and module in on_stream:
             return outputs * branch if sgd else branch, eps
         if sgd:
             return outputs * (1.0 / inputs if hidden else inputs) / branch, eps

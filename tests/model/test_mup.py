@@ -137,6 +137,7 @@ def test_norms_through_which_the_stream_passes():
         ("layers.5.input_layernorm.bias", 1 / 3, 4 / 3),
         ("layers.5.self_attention.dense.bias", 1, 4 * 3),
         ("final_layernorm.weight", 1, 4),
+        ("scale", 1, 4),
     ):
         s = Sharding(name, (256,), (256,), (0,), (256,), base_shape=(64,))
         assert mup_scales(config)(s)[0] == pytest.approx(adam), name
