@@ -302,7 +302,10 @@ def choose(scores: Tensor, sampling: Sampling, uniform: Tensor | None = None) ->
     chosen = best.indices
     if sampling.temperature > 0:
         assert uniform is not None, "sampling needs random numbers"
-        chosen = _draw(scores / sampling.temperature, sampling, uniform)
+        # Differences from the best score: its own remains finite at any temperature.
+        temperature = max(sampling.temperature, torch.finfo(scores.dtype).tiny)
+        below = scores - best.values.unsqueeze(-1)
+        chosen = _draw(below / temperature, sampling, uniform)
     return chosen.masked_fill(~best.values.isfinite(), -1)
 
 

@@ -205,6 +205,8 @@ def test_choice_follows_the_probabilities():
     # Temperature 1/2 squares the probabilities.
     squares = torch.tensor([0.0225, 0.25, 0.01, 0.0625])
     assert close(Sampling(temperature=0.5), (squares / squares.sum()).tolist())
+    for temperature in (1e-39, 5e-324):
+        assert close(Sampling(temperature=temperature), [0, 1, 0, 0])
     # 0.75 is not enough, 0.9 is.
     assert close(Sampling(top_p=0.8), [0.15 / 0.9, 0.5 / 0.9, 0.0, 0.25 / 0.9])
     # of the three most probable, 0.5 / 0.9 is not enough, 0.75 / 0.9 is
