@@ -38,7 +38,8 @@ def save(figure: Any, path: Path, *, dpi: int = 130, choose: str = "another --ou
 
     Return the path with its suffix. Parent folders are created. An existing file is replaced once
     the new one is complete. Raises ConfigError if the file cannot be written or its suffix is not
-    an image format; the message ends with `choose`, what the user can choose instead.
+    an image format, or one that needs a program which is missing; the message ends with `choose`,
+    what the user can choose instead.
     """
     if path.is_dir():
         pyplot().close(figure)
@@ -50,7 +51,8 @@ def save(figure: Any, path: Path, *, dpi: int = 130, choose: str = "another --ou
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(temporary, dpi=dpi, format=path.suffix[1:])
         os.replace(temporary, path)
-    except (OSError, ValueError) as error:  # ValueError: not a format that matplotlib supports
+    # ValueError: not a format that matplotlib supports; RuntimeError: one that needs LaTeX (.pgf)
+    except (OSError, ValueError, RuntimeError) as error:
         problem = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: {problem}: choose {choose}") from error
     finally:

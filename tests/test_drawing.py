@@ -34,8 +34,9 @@ def test_an_earlier_picture_stays_until_the_new_one_is_whole(tmp_path, monkeypat
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("name", ["loss.nothing", "file/loss.png", "folder.png", ".."])
-def test_what_cannot_be_written(tmp_path, name):
+@pytest.mark.parametrize("name", ["loss.nothing", "loss.pgf", "file/loss.png", "folder.png", ".."])
+def test_what_cannot_be_written(tmp_path, name, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # without LaTeX
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.png").mkdir()
     there = sorted(tmp_path.rglob("*"))
