@@ -225,10 +225,10 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
     `rank` is the rank of this process, or a function that returns it if `body` may change it. A
     MegatronError is shown without a traceback: in full on rank 0, after `prefix` (default: the
     error's type, which identifies the end of a run in its log), and in one line on other ranks.
-    KeyboardInterrupt and a file name that is too long are shown with the rank, without a traceback;
-    SystemExit and a broken pipe are not shown. Any other exception is shown with its traceback and
-    the rank. After a fatal signal, such as the bus error when a mapped file has been truncated,
-    Python shows where it occurred.
+    KeyboardInterrupt, a file name that is too long and the text of a SystemExit are shown with the
+    rank, without a traceback; a SystemExit with a code and a broken pipe are not shown. Any other
+    exception is shown with its traceback and the rank. After a fatal signal, such as the bus error
+    when a mapped file has been truncated, Python shows where it occurred.
     """
     if not faulthandler.is_enabled():
         # standard error may not be a file
@@ -246,7 +246,11 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
         print_error("interrupted; nothing was saved at this point", prefix=f"rank {who()}")
         return EXIT_INTERRUPTED
     except SystemExit as exit_:
-        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        code = exit_.code
+        if code is not None and not isinstance(code, int):
+            _tell_torchrun(str(code))
+            print_error(str(code), prefix=f"rank {who()}")
+            return EXIT_ERROR
         # the result of --help and the like is their output: losing it is an error
         return code or (EXIT_ERROR if _output_lost() else 0)
     except BrokenPipeError:

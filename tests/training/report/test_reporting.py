@@ -182,6 +182,8 @@ def test_user_errors_have_one_message_and_others_a_traceback(capsys):
     assert run_guarded(lambda: raise_(SystemExit(0)), rank=0) == 0
     assert run_guarded(lambda: raise_(KeyboardInterrupt()), rank=0) == 130
     capsys.readouterr()
+    assert run_guarded(lambda: raise_(SystemExit("no data")), rank=2) == 1
+    assert capsys.readouterr().err == "rank 2: no data\n"
     assert run_guarded(lambda: raise_(ZeroDivisionError("why")), rank=5) == 1
     shown = capsys.readouterr().err
     assert all(fragment in shown for fragment in ("rank 5", "Traceback", "ZeroDivisionError: why"))
