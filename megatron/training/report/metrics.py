@@ -388,6 +388,7 @@ class Profiler:
         folder = Path(logging.trace_dir or logging.tensorboard_dir or beside or ".")
         self._path = folder / f"trace_rank{rank}.json"
         self._profile: torch.profiler.profile | None = None
+        self._last = 0  # the newest iteration profiled
         self._snapshot: Path | None = None
         if logging.profile:
             self._missing = f"the run ends before iteration {logging.profile_step_start}"
@@ -405,13 +406,14 @@ class Profiler:
             self._snapshot = path.with_stem(f"{path.stem}_rank{rank}")
             torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
         if self._on or self._snapshot:
-            try:
-                for path in (self._path, self._snapshot or self._path):
+            snapshot = self._snapshot or self._path
+            for flag, path in (("trace-dir", self._path), ("memory-snapshot-path", snapshot)):
+                try:
                     path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(
-                    f"--trace-dir {folder}: {error.strerror}: choose another"
-                ) from error
+                except OSError as error:
+                    raise ConfigError(
+                        f"--{flag}: folder {path.parent}: {error.strerror}: choose another"
+                    ) from error
 
     def step(self, iteration: int) -> None:
         """Start or stop recording. Call this before each step, with its number from 0."""
@@ -419,6 +421,7 @@ class Profiler:
             self.finish()
             return
         self._missing = ""
+        self._last = iteration
         if self._on and self._profile is None:
             self._profile = torch.profiler.profile(
                 record_shapes=self._details, with_stack=self._details, profile_memory=self._details
@@ -434,7 +437,7 @@ class Profiler:
         self._on = False
         profile.stop()
         self._write(
-            f"profile of iterations {self._steps[0] + 1} to {self._steps[-1] + 1}",
+            f"profile of iterations {self._steps[0] + 1} to {self._last + 1}",
             self._path,
             profile.export_chrome_trace,
         )
@@ -444,6 +447,7 @@ class Profiler:
         self.finish()
         if self._missing:
             self._say(f" warning: --profile records no step: {self._missing}")
+            self._missing = ""
         if self._snapshot is not None:
             self._write("memory snapshot", self._snapshot, torch.cuda.memory._dump_snapshot)
 

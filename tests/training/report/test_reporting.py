@@ -10,6 +10,7 @@ import threading
 from functools import partial
 
 import pytest
+import torch
 
 from megatron.config.duration import show_duration
 from megatron.errors import ConfigError
@@ -131,12 +132,16 @@ def profile_config(**fields):
     return tiny(**{"world_size": 2, "profile": "pt", **fields})
 
 
-@pytest.mark.parametrize("flag", ["trace_dir", "tensorboard_dir", "metrics_file"])
-def test_a_profile_needs_a_folder_before_the_run_not_after(tmp_path, flag):
+@pytest.mark.parametrize(
+    "flag", ["trace_dir", "tensorboard_dir", "metrics_file", "memory_snapshot_path"]
+)
+def test_a_profile_needs_a_folder_before_the_run_not_after(tmp_path, flag, monkeypatch):
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
     (tmp_path / "file").write_text("")
-    path = str(tmp_path / "file" / "x") + ("/m.jsonl" if flag == "metrics_file" else "")
+    path = str(tmp_path / "file" / "x") + ("/name" if flag.endswith(("file", "path")) else "")
+    config = profile_config(record_memory_history=True, **{flag: path})
     with pytest.raises(ConfigError, match=f"{tmp_path}/file/x"):
-        Profiler(profile_config(**{flag: path}), 0, print)
+        Profiler(config, 0, print, device="cuda")
 
 
 def test_a_profile_is_written_beside_the_metrics(tmp_path):
@@ -149,6 +154,17 @@ def test_a_profile_is_written_beside_the_metrics(tmp_path):
     profiler.close()
     # iterations are counted from 0 in the flags, and from 1 in the log
     assert len(messages) == 1 and f"3 to 4 written to {tmp_path}/trace_rank0.json" in messages[0]
+
+
+@pytest.mark.parametrize(("length", "end", "named"), [(6, 3, "3 to 3"), (6, 1, "2"), (1, 1, "1")])
+def test_a_run_that_ends_early_reports_its_profile_once(tmp_path, length, end, named):
+    messages = []
+    config = profile_config(save=str(tmp_path), profile_step_start=2, profile_step_end=4)
+    profiler = Profiler(config, 0, messages.append, range(length))
+    for iteration in range(end):
+        profiler.step(iteration)
+    profiler.close()
+    assert len(messages) == 1 and named in messages[0]
 
 
 def test_stopwatch_leaves_pauses_out():
