@@ -82,6 +82,8 @@ def code_digests(config: Config, package: Path = _PACKAGE) -> dict[str, str]:
     """Return the digest of each source file by its name: our files and the user's own.
 
     The content is compared, because copies of the same clone have different modification times.
+    The user's files may be in other folders on other nodes: their names have no folder, and a name
+    that several of them have stands for all of these.
     """
     main = getattr(sys.modules["__main__"], "__file__", None)
     pieces = {*config.pieces.files(), *([config.pieces.file] if config.pieces.file else [])}
@@ -89,9 +91,12 @@ def code_digests(config: Config, package: Path = _PACKAGE) -> dict[str, str]:
     loaded = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     beside = {path for path in loaded if path and os.path.dirname(path) in folders}
     user_files = {*pieces, *beside, *([main] if main else [])}
-    ours = {str(path.relative_to(package.parent)): path for path in package.rglob("*.py")}
-    named = {**ours, **{os.path.basename(path): Path(path) for path in sorted(user_files)}}
-    return {name: _file(path, _MOST_BYTES) for name, path in sorted(named.items())}
+    named = [(str(path.relative_to(package.parent)), path) for path in package.rglob("*.py")]
+    named += [(os.path.basename(path), Path(path)) for path in user_files]
+    digests: dict[str, set[str]] = {}
+    for name, path in named:
+        digests.setdefault(name, set()).add(_file(path, _MOST_BYTES))
+    return {name: ", ".join(sorted(some)) for name, some in sorted(digests.items())}
 
 
 def inputs(config: Config) -> list[Path]:

@@ -118,7 +118,10 @@ def test_another_file_of_the_same_size_on_one_node_ends_all(tmp_path):
 
 
 def test_other_code_on_one_node_ends_all(tmp_path, monkeypatch):
-    """Ours, a file of the user's pieces, or a module beside it that this file imports."""
+    """Ours, a file of the user's pieces, or a module beside it that this file imports.
+
+    Another of the user's files may have the same name.
+    """
     package = tmp_path / "megatron"
     package.mkdir()
     (package / "model.py").write_text("x = 1")
@@ -127,15 +130,21 @@ def test_other_code_on_one_node_ends_all(tmp_path, monkeypatch):
         "import beside\ndef schedule(*_): pass\nPIECES = {'schedule': schedule}"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "pieces.py").write_text(
+        "def optimizer(*_): return 1\nPIECES = {'optimizer': optimizer}"
+    )
     schedule = load_pieces(str(tmp_path / "pieces.py")).schedule
-    config = USUAL.with_pieces(schedule=schedule)
+    optimizer = load_pieces(str(tmp_path / "more" / "pieces.py")).optimizer
+    config = USUAL.with_pieces(schedule=schedule, optimizer=optimizer)
     usual = code_digests(config, package)
-    for path in (package / "model.py", tmp_path / "pieces.py", tmp_path / "beside.py"):
+    users = ("pieces.py", "more/pieces.py", "beside.py")
+    for path in (package / "model.py", *(tmp_path / name for name in users)):
         before = path.read_text()
         path.write_text(before.replace("1", "2") + " ")
         other = code_digests(config, package)
         path.write_text(before)
-        name = str(path.relative_to(tmp_path))
+        name = "megatron/model.py" if path.parent == package else path.name
         refused(meet([{"files": usual}, {"files": other}]), f"{name} is ", "rank 0", "rank 1")
     assert code_digests(config, package) == usual
 
