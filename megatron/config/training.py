@@ -367,7 +367,7 @@ class KernelConfig:
     )
     persist_layer_norm: bool = option(
         True,
-        "Fuse the norm with the residual sum before it.",
+        "Compute norms, and the residual sum before them, in fused kernels.",
         off_flags="--no-persist-layer-norm --no-layer-norm-fusion",
     )
     rope_fusion: bool = option(
