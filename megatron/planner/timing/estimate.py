@@ -338,13 +338,13 @@ def exchange(
         sums = Reductions(plan)
         sent = [(ready[n], one) for n in plan.order for one in sums.complete(n, final=True)]
         after = list(plan.end(sums))
-        free = end if last else 0.0
+        free = 0.0
         for begin, instruction in (*sent, *((end, one) for one in after)):
             in_passes = instruction.op is BucketOp.REDUCE and plan.zero.divides_gradients
             if instruction.op in (BucketOp.REDUCE, BucketOp.REDUCE_BEYOND) and not in_passes:
                 free = max(free, begin if hides else end)
                 free += seconds_of_all(channels, messages_of(plan, [instruction]))
-        reduced = max(reduced, free)
+        reduced = max(reduced, free, end)
         returns = [one for one in after if one.op is BucketOp.RETURN]
         due = needed if plan.zero.ahead and hides else [min(needed)] * len(needed)
         gathered = max(gathered, first + _late(plan, returns, channels, due, hides))

@@ -48,10 +48,11 @@ def passes(config, forward=1.0):
     )
 
 
-def exchanged(config, links, *, hides=True):
-    """Return what data parallelism adds to passes without messages of their own."""
+def exchanged(config, links, *, hides=True, last=0.0):
+    """Return what data parallelism adds to passes whose own messages only delay the last sums."""
     none = PassSeconds(0.0, 0.0, 0.0)
-    stages = [StageSeconds(none, none, none, (0.0, 0.0, 0.0))] * config.parallel.num_stages
+    stage = StageSeconds(none, none, none, (0.0, 0.0, 0.0), last=last)
+    stages = [stage] * config.parallel.num_stages
     return exchange(config, of(config), links, passes(config), stages, hides=hides)
 
 
@@ -110,6 +111,10 @@ def test_sums_beyond_the_inner_ranks_begin_two_buckets_later(fields, hidden):
     assert result.reduced == pytest.approx(seconds - hidden)
     shown = exchanged(config, links, hides=False)
     assert shown.reduced == pytest.approx(seconds)
+    # sums over the inner ranks that arrive after the last pass delay only what begins after them
+    delayed = exchanged(config, links, last=0.5)
+    assert delayed.reduced == pytest.approx(seconds - hidden if hidden else seconds + 0.5)
+    assert exchanged(config, Links(0.0), last=0.5).reduced == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("early", ["--overlap-grad-reduce", "--no-overlap-grad-reduce"])
