@@ -1,5 +1,6 @@
 """Bandwidths of groups and messages on a node: published figures, and estimates from the links."""
 
+import dataclasses
 import itertools
 
 import networkx
@@ -57,6 +58,15 @@ def test_cuts_and_rings_are_those_of_the_graph_of_links():
                 tree = networkx.maximum_spanning_tree(inner)
                 widest = min(width for _, _, width in tree.edges.data("weight"))
             assert (LINKS.narrowest_cut(group), LINKS.widest_ring(group)) == (cut, widest), group
+
+
+def test_the_cut_of_a_node_with_many_devices():
+    """A calibrated CPU node of 32 processes has a link between any two: its splits are 2^31."""
+    widths = {pair: float(sum(pair) % 7 + 1) for pair in itertools.combinations(range(32), 2)}
+    node = networkx.Graph()
+    node.add_weighted_edges_from((a, b, width) for (a, b), width in widths.items())
+    links = NodeLinks(dataclasses.replace(FRONTIER, links=widths, devices_per_node=32))
+    assert links.narrowest_cut(range(32)) == networkx.stoer_wagner(node)[0]
 
 
 @pytest.mark.parametrize(("groups", "rate"), [(1, 40), (2, 20), (4, 10), (8, 5)])
