@@ -157,7 +157,7 @@ class LayoutSearch:
             try:
                 config = self.space.config(size)
                 for layout in {_without_counts(v): v for v in layouts}.values():
-                    variant = _with(config, layout)
+                    variant = _with(config, self.space.with_numbers(layout))
                     states, on_host, rank = self._states(variant)
                     if states > self.capacity:
                         rejected.append(self._misfit(layout, states, rank))
@@ -272,7 +272,7 @@ class LayoutSearch:
                 for variant in self.space.variants(layout)
                 if (variant.shard, variant.states) == (layout.shard, layout.states)
             )
-            first = _with(config, alike)
+            first = _with(config, self.space.with_numbers(alike))
             self._known[key] = min(
                 self._channels(first),
                 key=lambda channels: folded_seconds(first, self.space.cluster, channels),
@@ -490,12 +490,17 @@ def worthwhile_placements(
 
     By default all rank orders and the machine's device orders are allowed. A placement is left out
     if another one is at least as fast in every collective and over all stage boundaries; the cost
-    of a step is not computed. Raises ConfigError like check_device_orders.
+    of a step is not computed. Raises ConfigError like check_device_orders, and if no allowed order is
+    possible, like placement_of.
     """
     check_device_orders(restrictions, cluster)
-    devices = min(config.parallel.world_size, cluster.devices_per_node)
-    layout = layout_of(config, devices=devices)
-    sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data}
+    parallel = config.parallel
+    devices = min(parallel.world_size, cluster.devices_per_node)
+    sizes = {
+        "tp": parallel.tensor_model_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+        "dp": parallel.gradient_ranks,
+    }
     different: dict[tuple[str, ...], str] = {}  # one order per distinct numbering of the ranks
     for order in RANK_ORDERS:
         if order in restrictions.get("order", RANK_ORDERS):
@@ -504,9 +509,16 @@ def worthwhile_placements(
     if devices < cluster.devices_per_node:
         device_orders = (cluster.local_order[:devices],)
     times: dict[tuple[float, ...], Placement] = {}
+    problems = list[ConfigError]()
     for order, device_order in itertools.product(different.values(), device_orders):
-        placement = placement_of(config, cluster, order, device_order)
+        try:
+            placement = placement_of(config, cluster, order, device_order)
+        except ConfigError as error:  # --zero-shard-size node needs an order with groups in a node
+            problems.append(error)
+            continue
         times.setdefault(_times(config, cluster, placement), placement)
+    if not times:
+        raise problems[0]
     return [
         placement
         for seconds, placement in times.items()

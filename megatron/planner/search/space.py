@@ -106,12 +106,19 @@ class LayoutSpace:
 
     def config(self, layout: CandidateLayout) -> Config:
         """Configure a layout, validated as for a run. Raises ConfigError if it is invalid."""
-        on_node = max(1, self.cluster.devices_per_node // layout.tp)
-        shard, states = (on_node if n == -1 else n for n in (layout.shard, layout.states))
-        layout = layout._replace(shard=shard, states=states)
+        layout = self.with_numbers(layout)
         return self.base.replace(
             **layout.settings(self.base.model.num_layers, self.base.parallel.pipeline_layout)
         )
+
+    def with_numbers(self, layout: CandidateLayout) -> CandidateLayout:
+        """Return a layout with numbers for shards over the ranks of a node (-1).
+
+        These are the data-parallel ranks on a node whose only other ranks are tensor-parallel ones.
+        """
+        on_node = max(1, min(self.cluster.devices_per_node // layout.tp, layout.gradient_ranks))
+        shard, states = (on_node if n == -1 else n for n in (layout.shard, layout.states))
+        return layout._replace(shard=shard, states=states)
 
     def _values(self, name: str, default: Iterable[Any]) -> list[Any]:
         return sorted({*self.restrictions.get(name, default), *self.more.get(name, ())})

@@ -15,7 +15,7 @@ from megatron.planner.search import find
 from megatron.planner.search.find import search, values_of, worthwhile_placements
 from megatron.planner.search.space import Rejections
 from megatron.planner.timing import estimate
-from tests.planner.layouts import layout_search
+from tests.planner.layouts import layout_search, made
 
 FRONTIER = load_cluster("frontier")
 MORE = pytest.mark.campaign("search")
@@ -43,14 +43,31 @@ def every_layout(problem):
     return sorted(scored)
 
 
-def test_shards_of_a_node_are_its_ranks_beside_tensor_parallel_ones():
-    choices = dict(tp=(2,), pp=(1,), zero=(3,), mbs=(1,), overlap=(False,), recompute=("none",))
-    node, number = (
-        search(search_for(worlds=(16,), batches=(16,), shard=(shard,), **choices)).estimated[0]
-        for shard in (-1, 4)
+@pytest.mark.parametrize(
+    ("tp", "pp", "world", "zero", "number"),
+    [
+        (2, 1, 16, 3, 4),
+        (4, 4, 64, 2, 2),  # with pipeline before data parallelism no node has neighbours
+        (1, 4, 8, 2, 2),  # there are fewer than the node has room for
+    ],
+)
+def test_shards_of_a_node_are_its_ranks_beside_tensor_parallel_ones(tp, pp, world, zero, number):
+    switches = dict(mbs=(1,), overlap=(False,), recompute=("none",), schedule=("1f1b",))
+    choices = dict(tp=(tp,), pp=(pp,), zero=(zero,), **switches)
+    of_node, of_number = (
+        search(search_for(worlds=(world,), batches=(16,), shard=(shard,), **choices)).estimated[0]
+        for shard in (-1, number)
     )
-    assert (node.layout.tp, node.layout.shard) == (2, -1)
-    assert node.score == number.score
+    assert (of_node.layout.tp, of_node.layout.shard) == (tp, -1)
+    assert of_node.score == of_number.score
+
+
+def test_orders_that_keep_no_shards_within_a_node_are_left_out():
+    config = made(2, 8, 4, more="--zero-stage 2 --zero-shard-size node")
+    orders = {p.layout.order for p in worthwhile_placements(config, FRONTIER, {})}
+    assert orders and "tp-pp-dp" not in orders
+    with pytest.raises(ConfigError, match="tp-pp-dp"):
+        worthwhile_placements(config, FRONTIER, {"order": ("tp-pp-dp",)})
 
 
 @pytest.mark.slow
