@@ -35,6 +35,7 @@ from megatron.jobs.space import (
 from megatron.planner.cluster import CLUSTERS, GIB, Cluster
 from megatron.planner.layout import candidate_of, write_value
 from megatron.planner.memory import peak_rank
+from megatron.planner.placement import with_shards_of_node
 from megatron.planner.search.find import worthwhile_placements
 from megatron.planner.search.output import first_problem
 from megatron.planner.search.space import Rejections
@@ -384,7 +385,8 @@ def _fit(
     capacity = machine.capacity_bytes
     if cluster is None:
         return None, None, ()
-    memory = peak_rank(config, cluster.device_type, capacity or math.inf).total
+    sized = with_shards_of_node(config, cluster)
+    memory = peak_rank(sized, cluster.device_type, capacity or math.inf).total
     if capacity is not None and memory > capacity:
         raise InvalidLayout(
             "predicted memory exceeds device memory",

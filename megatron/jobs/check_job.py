@@ -26,6 +26,7 @@ from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.layout import candidate_of
 from megatron.planner.memory import host_bytes, memory_of_ranks, process_bytes
+from megatron.planner.placement import with_shards_of_node
 from megatron.planner.timing import estimate
 from megatron.planner.trace import GPT2_VOCABULARY
 from megatron.training.run.process import EXIT_USER_ERROR
@@ -545,9 +546,13 @@ def check_saving(job: CheckedJob, config: Config) -> None:
 
 
 def check_memory(job: CheckedJob, config: Config) -> None:
-    """Compare the predicted device and host memory with the machine's, if the machine is known."""
+    """Compare the predicted device and host memory with the machine's, if the machine is known.
+
+    Raises ConfigError for ZeRO shards per node in a layout that does not fit on the machine.
+    """
     if (cluster := job.cluster) is None:
         return
+    config = with_shards_of_node(config, cluster)
     peak = max(rank.total for rank in memory_of_ranks(config, cluster.device_type))
     peak_gib = process_bytes(peak, cluster.device_type) / 2**30
     text = f"{peak_gib:.1f} of {cluster.memory_gib:g} GiB on the device with the highest peak"

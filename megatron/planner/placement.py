@@ -262,6 +262,16 @@ def over_nodes(config: Config, layout: Layout) -> Config:
     return replace(config, parallel=replace(config.parallel, expert_ranks_per_node=each))
 
 
+def with_shards_of_node(config: Config, cluster: Cluster) -> Config:
+    """Return the configuration, with numbers for ZeRO shards per node (-1) on the chosen placement.
+
+    Raises ConfigError like choose_placement if there are such shards.
+    """
+    if -1 not in (config.engine.zero_shard_size, config.engine.zero_state_shard_size):
+        return config
+    return over_nodes(config, choose_placement(config, cluster).layout)
+
+
 def layout_of(config: Config, order: str | None = None, devices: int = 1) -> Layout:
     """Return the job's layout, with this rank order or the job's own.
 

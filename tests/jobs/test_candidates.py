@@ -192,6 +192,16 @@ recompute = ["none", "full:uniform:1"]
 """
 
 
+def test_shards_of_a_node_take_the_memory_of_their_number(read, frontier):
+    space = read(
+        '[parameters]\nnodes = [2]\nzero = [3]\nshard = ["node", 8, "world"]',
+        f"{ONE} --global-batch-size 16",
+    )
+    candidates = enumerated(space, machine=Machine(frontier, 8, 2)).candidates
+    memory = {candidate.values["shard"]: candidate.memory_bytes for candidate in candidates}
+    assert memory[-1] == memory[8] > memory[0]
+
+
 def test_memory_is_the_planner_s(read, frontier):
     """A layout is a candidate exactly if its rank with the highest peak fits.
 

@@ -83,6 +83,15 @@ def test_a_sound_job():
     )
 
 
+def test_shards_of_a_node_take_the_memory_of_their_number():
+    sizes = "--hidden-size 4096 --num-attention-heads 32 --zero-stage 3 --zero-shard-size"
+    node, number = (
+        report(HEAD, COMMAND.replace("--pipeline-model-parallel-size 4", f"{sizes} {shard}"))
+        for shard in ("node", 4)
+    )
+    assert node.known["memory"] == number.known["memory"]
+
+
 SAVE = "--save ckpt --load ckpt"
 MISTAKES = [
     # (replaced text, replacement, level, subject)
