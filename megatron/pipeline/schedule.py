@@ -150,12 +150,13 @@ def splits_backward(
 ) -> bool:
     """Return whether backward passes run in two halves, for inputs and for weights.
 
-    For an order function, whether any backward pass of the first rank does.
+    For an order function, whether any backward pass of any rank does.
     """
     if isinstance(schedule, str):
         return pipeline_size > 1 and ORDERS[schedule].splits
-    rows = passes_of_rank(schedule, pipeline_size, chunks, micro_batches, 0)
-    return bool((rows[:, 0] == Op.BACKWARD_INPUT).any())
+    sizes = pipeline_size, chunks, micro_batches
+    of_ranks = (passes_of_rank(schedule, *sizes, rank) for rank in range(pipeline_size))
+    return any((rows[:, 0] == Op.BACKWARD_INPUT).any() for rows in of_ranks)
 
 
 # -- lists -----------------------------------------------------------------------------------------

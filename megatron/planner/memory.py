@@ -184,14 +184,18 @@ class ChunkMemory(NamedTuple):
 
     retained  after the forward pass
     forward   at the peak of the forward pass
-    backward  at the peak of the backward pass, or of its first half, including `retained`
-    waiting   after the first half, if weight gradients are deferred
+    backward  at the peak of a full backward pass, including `retained`
+    inputs    at the peak of the first half of a split one, including `retained`
+    waiting   after the first half, when weight gradients are deferred
     weights   at the peak of the second half, including `waiting`
+
+    The last three are 0 if no backward pass is split.
     """
 
     retained: Bytes
     forward: Bytes
     backward: Bytes
+    inputs: Bytes
     waiting: Bytes
     weights: Bytes
 
@@ -208,15 +212,13 @@ def chunk_memory(
     chunk = _chunk(traced, stage, block, shared)
     forward = chunk.forward()
     retained = forward.sum(axis=0)
-    first, *second = map(chunk.backward, halves_of(stage))
-    waiting = retained + first.sum(axis=0)
-    return ChunkMemory(
-        retained,
-        find_peak(forward)[0],
-        retained + find_peak(first)[0],
-        waiting,
-        waiting + find_peak(second[0])[0] if second else NOTHING[0],
-    )
+    backward = retained + find_peak(chunk.backward("backward"))[0]
+    of_halves = (NOTHING[0],) * 3
+    if stage.split:
+        first, second = map(chunk.backward, halves_of(stage))
+        waiting = retained + first.sum(axis=0)
+        of_halves = retained + find_peak(first)[0], waiting, waiting + find_peak(second)[0]
+    return ChunkMemory(retained, find_peak(forward)[0], backward, *of_halves)
 
 
 class _Chunk:
@@ -308,7 +310,8 @@ class _Chunk:
             [plan.bucket_of[n] for n in itertools.islice(parameters, len(module.parameters))]
             for module in modules
         ]
-        for half in halves_of(self._stage):
+        halves = halves_of(self._stage)
+        for half in {*halves, "backward"}:  # an order may split only some backward passes
             steps = (step for step in self._plan.backward(0) if step.kind == BACKWARD)
             passes = (computed(self._traced, self._stage, self._plan, step, half) for step in steps)
             each = [
@@ -319,7 +322,7 @@ class _Chunk:
                 [(row, of_module[step.parameter], step.complete) for row, step in of_pass.sums]
                 for of_pass, of_module in zip(each, reversed(buckets), strict=True)
             ]
-            for _, bucket, complete in itertools.chain(*chunk.uses[half]):
+            for _, bucket, complete in itertools.chain(*chunk.uses[half] if half in halves else ()):
                 chunk.due[bucket] += complete * (ahead if half == "inputs" else 1)
         return chunk
 
@@ -455,9 +458,7 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     op, chunk, in_flight, waiting, messages = moments_of_rank(
         config.schedule, p, parallel.num_chunks, m, rank
     )
-    by_op = np.array(
-        [[c.forward, c.backward, c.backward, c.weights] for c in of_stages]
-    )  # as in Op
+    by_op = np.array([[c.forward, c.backward, c.inputs, c.weights] for c in of_stages])  # as in Op
     now = by_op[chunk, op]
     if shared is not None:
         chunks = [_chunk(traced, stage, block, shared) for stage in stages]

@@ -69,9 +69,7 @@ def stages_of(config: Config) -> tuple[StageWork, ...]:
     """List the global stages of a configuration."""
     parallel = config.parallel
     size = parallel.pipeline_model_parallel_size
-    split = size > 1 and splits_backward(
-        config.schedule, size, parallel.num_chunks, config.num_micro_batches()
-    )
+    split = splits_backward(config.schedule, size, parallel.num_chunks, config.num_micro_batches())
     distinct, kinds = kinds_of_layers(config.model)
     return _stages(
         config.model.num_layers,

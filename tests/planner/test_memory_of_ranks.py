@@ -1,7 +1,10 @@
 """Memory of a step, against closed forms and schedules' bounds."""
 
+import dataclasses
+
 import pytest
 
+from megatron.pipeline.orders import one_forward_one_backward, zero_bubble_h1
 from megatron.pipeline.schedule import build_schedule, moments_of_rank
 from megatron.planner.memory import (
     chunk_memory,
@@ -36,6 +39,24 @@ def test_as_many_micro_batches_as_the_schedule_holds(schedule, chunks, m):
     for rank in range(4):
         moments = moments_of_rank(schedule, 4, chunks, m, rank)
         assert (moments.in_flight.sum(axis=1) + moments.waiting).max() + 1 == counted[rank]
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("split", [(0,), (1, 2, 3)])
+def test_an_order_that_splits_the_backward_passes_of_some_ranks(split, zero):
+    """A rank needs the memory of the named order that it follows, except for messages."""
+
+    def order(size, chunks, micro_batches, rank):
+        follows = zero_bubble_h1 if rank in split else one_forward_one_backward
+        return follows(size, chunks, micro_batches, rank)
+
+    plain = small(pp=4, dp=2, flags=f"--zero-stage {zero}")
+    own = dataclasses.replace(plain, pieces=dataclasses.replace(plain.pieces, schedule=order))
+    mixed = memory_of_ranks(own)
+    halves = memory_of_ranks(plain.replace(enable_zbh1_pipeline=True))
+    for rank, whole in enumerate(memory_of_ranks(plain)):
+        expected = halves[rank] if rank in split else whole
+        assert mixed[rank] == dataclasses.replace(expected, buffers=mixed[rank].buffers)
 
 
 def chunk(stage, flags=""):
