@@ -58,11 +58,14 @@ _COUNTS = {"data": "reset_position_ids", "optimizer": "qk_clip"}
 """Settings in the other sections that a trace does depend on."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SOURCES = (
+    "config",
     "layers",
     "model",
     "kernels",
     "parallel",
+    "data/sampler.py",
     "engine/gradients.py",
+    "engine/optimizer.py",
     "planner/recorder.py",
     "planner/tensors.py",
     "planner/events.py",
@@ -212,9 +215,10 @@ def _traced_module(config: Config, kind: str, device: str) -> TracedModule:
             # a full or read-only disk only means that the trace is not cached in a file
             with contextlib.suppress(OSError):
                 if path is not None:
-                    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                        json.dump(_plain(module), file, separators=(",", ":"))
-                    os.replace(file.name, path)
+                    with tempfile.TemporaryDirectory(dir=path.parent) as made:
+                        file = Path(made, path.name)
+                        file.write_text(json.dumps(_plain(module), separators=(",", ":")))
+                        file.replace(path)
         _modules[key, config.pieces] = module
     return module
 

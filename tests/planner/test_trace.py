@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import resource
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -252,6 +255,22 @@ def test_the_torch_here_does_not_decide_what_a_gpu_does(monkeypatch):
     assert any(work.moved for work in sums)
 
 
+def test_files_of_traces_depend_on_all_code_that_makes_them():
+    config = that_counts(run("--num-experts 4 --tensor-model-parallel-size 2"), "layer")
+    ran = set()
+    before = sys.gettrace()
+    sys.settrace(lambda frame, *_: ran.add(frame.f_code.co_filename))
+    try:
+        for kind in ("embedding", "layer"):
+            record(config, "cuda", kind)
+    finally:
+        sys.settrace(before)
+    package = traces._PACKAGE
+    ours = {Path(name) for name in ran if name.startswith(f"{package}/")}
+    sources = [package / source for source in traces._SOURCES]
+    assert ours and not {path for path in ours if not {path, *path.parents} & {*sources}}
+
+
 def test_a_file_has_the_whole_trace_and_a_broken_one_none(tmp_path, monkeypatch):
     config = run("--tensor-model-parallel-size 2 --recompute-granularity full")
     monkeypatch.setenv(traces.FOLDER, str(tmp_path))
@@ -273,6 +292,15 @@ def test_a_file_has_the_whole_trace_and_a_broken_one_none(tmp_path, monkeypatch)
         for file in files:
             file.write_text(json.dumps(json.loads(file.read_text()))[:-10])
         assert plain_of(fresh()) == plain_of(made)
+        for file in tmp_path.rglob("*.json"):
+            file.unlink()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as on a full disk
+        try:
+            assert plain_of(fresh()) == plain_of(made)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert not any(path.is_file() for path in tmp_path.rglob("*"))
     finally:
         traces._folder.cache_clear()
 
