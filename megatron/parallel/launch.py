@@ -294,14 +294,15 @@ def _master(
     several = world_size not in (1, local_world_size)
     first = ""
     wrong = ""
-    if by_slurm and several:
-        assert nodes is not None, "the launch is Slurm's"
-        arbitrary = "arbitrary" in env.text("SLURM_DISTRIBUTION")
-        first = _first_of_layout(env, bool(addresses)) if arbitrary else first_host(env.text(nodes))
     if by_slurm and addresses and addresses[0] == env.text("SLURM_SUBMIT_HOST"):
         # Older scripts export MASTER_ADDR=$SLURM_SUBMIT_HOST: the login node.
         wrong = "the host that submitted the job"
-    elif first and addresses:
+    if by_slurm and several:
+        assert nodes is not None, "the launch is Slurm's"
+        arbitrary = "arbitrary" in env.text("SLURM_DISTRIBUTION")
+        given = bool(addresses) and not wrong
+        first = _first_of_layout(env, given) if arbitrary else first_host(env.text(nodes))
+    if first and addresses and not wrong:
         # Scripts export the first node of the job, but rank 0 may be on another of its nodes.
         usual = {first_host(env.text(name)) for name in _NODE_VARIABLES if env.has(name)} - {first}
         if any(_same_host(addresses[0], host) for host in usual):

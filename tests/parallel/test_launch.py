@@ -209,8 +209,10 @@ def test_rank_0_is_not_on_the_first_node(tmp_path, monkeypatch):
     sattach = tmp_path / "sattach"
     sattach.write_text("#!/bin/sh\necho no such step >&2\nexit 1\n")
     sattach.chmod(0o755)
-    with pytest.raises(LaunchError, match=r"arbitrary.*4711\.0.*no such step.*MASTER_ADDR"):
-        detect_launch(environ)
+    login = {"MASTER_ADDR": "login05", "SLURM_SUBMIT_HOST": "login05"}
+    for useless in {}, login:
+        with pytest.raises(LaunchError, match=r"arbitrary.*4711\.0.*no such step.*MASTER_ADDR"):
+            detect_launch(environ | useless)
     assert detect_launch(environ | {"MASTER_ADDR": "x1"}).master_addr == "x1"
     sattach.write_text(f"#!/bin/sh\n[ \"$*\" = '--layout 4711.0' ] && echo '{LAYOUT}'\n")
     first = "frontier00122"
