@@ -1,5 +1,6 @@
 """tools/calibrate.py: a small real calibration, and its refusals."""
 
+import os
 import shutil
 
 import pytest
@@ -18,8 +19,16 @@ MODEL = (
 ).split()
 
 
-def measure_little():
-    """Arm a process: small messages, products and sets of tensors, which tell as little."""
+CORES = sorted(os.sched_getaffinity(0))
+
+
+def measure_little(rank=None):
+    """Arm a process: small messages, products and sets of tensors, which tell as little.
+
+    With a rank it is bound to a core of its own, as by srun.
+    """
+    if rank is not None:
+        os.sched_setaffinity(0, {CORES[rank % len(CORES)]})
     from megatron.planner.calibration import compute, tasks
 
     tasks.SIZES["cpu"] = (1 << 10, 1 << 16)
@@ -49,11 +58,12 @@ def test_a_calibration_of_seconds_plans(processes, words, tmp_path, monkeypatch,
         ["-o", str(path), *words, "--minutes", "0.002", *MODEL],
         script="tools/calibrate.py",
         timeout_s=LIMIT_S * 4,
-        arm=dict.fromkeys(range(processes), (measure_little,)),
+        arm={r: (measure_little, *[r] * (processes > 1)) for r in range(processes)},
     )
     assert all(each is not None and each.code == 0 for each in done), done
     cluster = read_cluster(path)
     assert cluster.devices_per_node == 2 and cluster.device_type == "cpu" and cluster.name == "here"
+    assert cluster.shared_cores == min(2, len(CORES))
     figures = cluster.compute
     assert {f.name for f in figures.values() if f.basis != "measured"} == {"kernel_s"}
     expected = "products.float32 collectives.all_reduce collectives.reduce messages step_overhead_s"

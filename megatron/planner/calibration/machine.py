@@ -153,7 +153,9 @@ def run(config: Config, launch: Launch, seconds: float) -> MachineMeasurements |
         launch = rendezvous.launch
         device = rendezvous.device
         set_up_host(config, device, launch)
-        points = _points(config, launch, device, measuring_s)
+        world = Group(tuple(range(launch.world_size)), launch.rank, dist.group.WORLD)
+        cores = _cores_of_node(launch, world)
+        points = _points(config, launch, device, world, cores, measuring_s)
     if launch.rank:
         return None
     # The host is measured as a job of one process, after the job of all processes has ended. On a
@@ -178,19 +180,30 @@ def run(config: Config, launch: Launch, seconds: float) -> MachineMeasurements |
         launch.world_size // launch.local_world_size,
         launch.local_world_size,
         torch.get_num_threads(),
-        len(os.sched_getaffinity(0)),
+        cores,
         memory / GIB,
     )
 
 
-def _points(config: Config, launch: Launch, device: torch.device, seconds: float) -> Points:
+def _cores_of_node(launch: Launch, world: Group) -> int:
+    """Count the cores that the processes on this node may use together, bound to some or not."""
+    everywhere = collectives.gather_objects((launch.node, os.sched_getaffinity(0)), world)
+    return len(set[int]().union(*(mask for node, mask in everywhere if node == launch.node)))
+
+
+def _points(
+    config: Config,
+    launch: Launch,
+    device: torch.device,
+    world: Group,
+    cores: int,
+    seconds: float,
+) -> Points:
     """Measure the device and messages; return points by figure on the first rank, none on others.
 
     Compute times are means over the processes, and message times are maxima.
     """
-    world = Group(tuple(range(launch.world_size)), launch.rank, dist.group.WORLD)
     per_node = launch.local_world_size
-    cores = len(os.sched_getaffinity(0))
     on_cpu = device.type == "cpu"
     # Tensor-parallel sizes are the powers of two within a node that divide the heads and the FFN
     # size, and that divide the groups or are multiples of their number.
@@ -272,7 +285,10 @@ def machine(measurements: MachineMeasurements, name: str, argv: Sequence[str]) -
         nic_gb_per_s=_gb_per_s(measurements, 2),
         nic_on_device=(0,),
         nic_of_device=(0,) * measurements.per_node,
-        cores_of_device=tuple((min(i * core, measurements.cores - 1),) * 2 for i in devices),
+        cores_of_device=tuple(
+            (first, first + core - 1)
+            for first in (min(i * core, measurements.cores - 1) for i in devices)
+        ),
         cpus_per_task=core,
         local_order=tuple(devices),
         device_orders=(tuple(devices),),

@@ -1,5 +1,7 @@
 """Measurements and the figures derived from them, without waiting for any clock."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -180,6 +182,9 @@ def test_a_measured_machine_loads_and_plans(tmp_path):
     plan = estimate(planned(MODEL, "--tensor-model-parallel-size 2 --world-size 4"), read)
     assert plan.seconds > 0 and plan.confidence.by_basis["measured"]
     assert "tools/calibrate.py" in read.compute["memory.copy"].source
+    more = dataclasses.replace(measurements(POINTS, "a CPU", "cpu", 4, 32.0), cores=12)
+    spans = ((0, 2), (3, 5), (6, 8), (9, 11))
+    assert machine(more, "here", []).cores_of_device == spans
 
 
 def test_of_a_gpu_the_host_runs_ahead_and_the_peak_is_published():
