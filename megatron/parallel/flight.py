@@ -192,7 +192,8 @@ class FlightRecorder:
         """
         call = self._call
         number = _NUMBER_OF[kind]
-        if peer < 0 and not sequence:
+        waits = sequence > 0
+        if peer < 0 and not waits:
             self._counts[number] = self.posted[number] = sequence = self.posted[number] + 1
         call.name = name
         call.kind = number
@@ -202,7 +203,7 @@ class FlightRecorder:
         self._record.in_call = True
         self.alive()
         if self.meter is not None and (self.meter.on_host or not by_host):
-            self.meter.enter(CallRecord.from_buffer_copy(call))
+            self.meter.enter(CallRecord.from_buffer_copy(call), waits)
         return sequence
 
     def leave(self) -> None:
@@ -487,9 +488,9 @@ class DeviceCalls:
     def __init__(self, new_event: Callable[[], DeviceEvent], on_host: bool = False) -> None:
         self._new_event = new_event
         self.on_host = on_host
-        # calls not known to have finished: call, event before, event after
-        self._calls: deque[tuple[CallRecord, DeviceEvent, DeviceEvent]] = deque()
-        self._entered: tuple[CallRecord, DeviceEvent] | None = None
+        # calls not known to have finished: call, event before, whether it is a wait, event after
+        self._calls: deque[tuple[CallRecord, DeviceEvent, bool, DeviceEvent]] = deque()
+        self._entered: tuple[CallRecord, DeviceEvent, bool] | None = None
         self._begun: tuple[object, DeviceEvent] | None = None
         self.marks: list[tuple[object, DeviceEvent, DeviceEvent]] | None = None
 
@@ -517,19 +518,20 @@ class DeviceCalls:
         if self.marks is not None and len(self.marks) < MOST_MARKS:
             self.marks.append((what, begun, ended or self.mark()))
 
-    def enter(self, call: CallRecord) -> None:
-        """Begin a call."""
-        self._entered = call, self.mark()
+    def enter(self, call: CallRecord, waits: bool = False) -> None:
+        """Begin a call; `waits`: it is the wait for a collective that began before."""
+        self._entered = call, self.mark(), waits
 
     def leave(self) -> None:
         """End, on the host, the call that was entered last."""
         if self._entered is None:  # a call that is not measured, or that began before this meter
             return
-        measured = *self._entered, self.mark()
+        call, begun, waits = self._entered
+        ended = self.mark()
         self._entered = None
-        self._calls.append(measured)
-        self.add(*measured)
-        while self._calls and self._calls[0][2].query():
+        self._calls.append((call, begun, waits, ended))
+        self.add(call, begun, ended)
+        while self._calls and self._calls[0][-1].query():
             self._calls.popleft()
 
     def begin(self, *instruction: object) -> None:
@@ -551,9 +553,9 @@ class DeviceCalls:
         reached = list(posted)
         current = None
         calls = [*self._calls, *([(*self._entered, None)] if self._entered else [])]
-        for call, entered, left in calls:
+        for call, entered, waits, left in calls:
             if not entered.query():
-                if call.sequence:
+                if call.sequence and not waits:
                     reached[call.kind] = min(reached[call.kind], call.sequence - 1)
             elif current is None and left is not None and not left.query():
                 current = call

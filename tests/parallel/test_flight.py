@@ -237,3 +237,15 @@ def test_where_a_device_is_that_its_host_has_left_behind():
     for now, (current, reached) in expected.items():
         stream.now = now
         assert calls.where(host) == (current, [0, reached, 0, 0, 0, 0, 0])
+
+
+def test_a_device_has_reached_a_collective_that_it_has_yet_to_wait_for():
+    stream = Stream([1.0, 2.0, 3.0, 4.0])
+    recorder = FlightRecorder()
+    recorder.meter = DeviceCalls(stream.event)
+    number = recorder.enter(b"all_gather", "data", 8)
+    recorder.leave()
+    recorder.enter(b"all_gather", "data", 8, sequence=number)
+    recorder.leave()
+    stream.now = 2.5
+    assert recorder.meter.where(recorder.posted) == (None, recorder.posted)

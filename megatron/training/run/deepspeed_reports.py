@@ -40,9 +40,9 @@ class LoggedCalls(DeviceCalls):
         self._spent: dict[tuple[int, int], tuple[CallRecord, float]] = {}
         self._before = dict(self._spent)  # of the previous step
 
-    def enter(self, call: CallRecord) -> None:
+    def enter(self, call: CallRecord, waits: bool = False) -> None:
         self._finish()
-        super().enter(call)
+        super().enter(call, waits)
         self._entered_s = time.perf_counter()
 
     def leave(self) -> None:
