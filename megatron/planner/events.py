@@ -141,10 +141,11 @@ class TracedModule:
 
     def padding(self, ranks: int) -> float:
         """Return the share of padding in the matrices sharded over `ranks` tensor ranks."""
-        unpadded = sum(prod(p.global_shape) for p in self.parameters if p.dim is not None)
-        return 1.0 - unpadded / (
-            ranks * sum(p.elements for p in self.parameters if p.dim is not None)
-        )
+        of_ranks = [p for p in self.parameters if p.dim is not None]
+        if not of_ranks:
+            return 0.0
+        unpadded = sum(prod(p.global_shape) for p in of_ranks)
+        return 1.0 - unpadded / (ranks * sum(p.elements for p in of_ranks))
 
 
 @dataclass(frozen=True, eq=False)

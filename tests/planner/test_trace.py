@@ -305,6 +305,13 @@ def test_a_file_has_the_whole_trace_and_a_broken_one_none(tmp_path, monkeypatch)
         traces._folder.cache_clear()
 
 
+def test_a_head_without_sharded_parameters_has_no_padding():
+    config = run("--tensor-model-parallel-size 2 --vocab-size 500")
+    head = trace(config, "cuda").head
+    assert head.padding(2) > 0
+    assert dataclasses.replace(head, parameters=()).padding(2) == 0
+
+
 def test_to_ask_a_tensor_for_its_device_is_no_work():
     """Asking a tensor for its device is no work.
 
