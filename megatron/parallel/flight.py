@@ -386,6 +386,7 @@ class FlightFile:
             folder = shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
         self._path = folder / file_name(launch)
         start = launch.local_rank * _PAGE
+        self._fd = -1
         try:
             self._fd = os.open(
                 self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
@@ -393,6 +394,7 @@ class FlightFile:
             # If pages were not allocated, running out of memory would kill the process with SIGBUS.
             os.posix_fallocate(self._fd, start, _PAGE)
         except OSError:
+            self._close()
             self._fd = os.memfd_create(self._path.name)
             os.posix_fallocate(self._fd, start, _PAGE)
         self._memory = mmap.mmap(self._fd, _PAGE, offset=start)
@@ -423,14 +425,19 @@ class FlightFile:
 
     def close(self) -> None:
         """Erase this rank's record and close the file. Harmless when called twice."""
-        if self._memory.closed:
+        if self._fd < 0:
             return
         self.unlink()
         self.recorder.detach()
         self._memory[:] = bytes(_PAGE)
         with contextlib.suppress(BufferError):  # another thread is writing to it
             self._memory.close()
-        os.close(self._fd)
+        self._close()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
 
 
 # -- when calls and computations ran on a device -------------------------------------------------

@@ -1,5 +1,6 @@
 """Flight record and its file, as seen by another process."""
 
+import errno
 import os
 import signal
 
@@ -162,6 +163,26 @@ def test_a_file_of_a_job_that_was_killed_is_used_again(tmp_path):
     assert file.states() == []
     file.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_closes_its_own_descriptors_and_no_others(tmp_path, monkeypatch):
+    def full(fd, *args):
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return allocate(fd, *args)
+
+    allocate = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = len(os.listdir("/proc/self/fd"))
+    file = FlightFile(launch(0), tmp_path)
+    written = memoryview(file._memory)  # by another thread
+    file.close()
+    with open(os.devnull) as other:
+        file.close()
+        assert other.read() == ""
+    written.release()
+    del file
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_process_is_known_by_its_start():
