@@ -32,6 +32,7 @@ _PORTS = 12000
 # Slurm numbers its own steps (batch script, interactive shell) from here; srun's steps are below.
 _FIRST_SPECIAL_STEP = 4294967280
 _ONE_VARIABLE = "on ROCm, HIP_VISIBLE_DEVICES counts within ROCR_VISIBLE_DEVICES: set only one"
+_KNOWN_DEVICES = "unset it, or name devices that nvidia-smi -L lists"
 _TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 # Launcher, and its variables for rank, size, local rank and local size; "mpi" is Open MPI, then
 # MPICH's Hydra and Cray's PALS.
@@ -409,18 +410,19 @@ def select_device(
         return torch.device("cpu")
     environ = os.environ if environ is None else environ
     shown = visible_devices(environ)
+    remedy = _ONE_VARIABLE if torch.version.hip else _KNOWN_DEVICES
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except RuntimeError as error:  # torch also reads the variables
         raise LaunchError(
-            f"rank {launch.rank} on node {launch.node}: {error}: {_ONE_VARIABLE}"
+            f"rank {launch.rank} on node {launch.node}: {error}: {remedy}"
         ) from error
     if count == 0:
         hidden = shown is not None and (torch.version.hip or torch.version.cuda)
         if backend is None and not hidden:
             return torch.device("cpu")
         named = ", ".join(f"{name}={environ[name]}" for name in VISIBLE if environ.get(name))
-        why = f" with {named}: {_ONE_VARIABLE}" if hidden else ""
+        why = f" with {named}: {remedy}" if hidden else ""
         raise LaunchError(
             f"rank {launch.rank} on node {launch.node} sees no device for nccl (torch "
             f"{torch.__version__}){why}; to train on the CPU use --distributed-backend gloo"
