@@ -414,9 +414,7 @@ def select_device(
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except RuntimeError as error:  # torch also reads the variables
-        raise LaunchError(
-            f"rank {launch.rank} on node {launch.node}: {error}: {remedy}"
-        ) from error
+        raise LaunchError(f"rank {launch.rank} on node {launch.node}: {error}: {remedy}") from error
     if count == 0:
         hidden = shown is not None and (torch.version.hip or torch.version.cuda)
         if backend is None and not hidden:

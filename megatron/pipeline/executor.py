@@ -82,13 +82,6 @@ class Executor:
                 f"pipeline rank {rank} of {size} with {self.num_chunks} chunks runs the global "
                 f"stages {stages}, but was given chunks for {sorted(chunks)}"
             )
-        # raises the errors of build_schedule
-        passes = build_rank_schedule(schedule, size, self.num_chunks, 1, rank)
-        if weight_gradients is None and any(i.op is Op.BACKWARD_WEIGHT for i in passes):
-            raise ConfigError(
-                f"schedule {name_of(schedule)!r} needs weight_gradients: the queue that the linear "
-                "layers share with it"
-            )
         self.topology = topology
         self.chunks = chunks
         self.schedule = schedule
@@ -97,6 +90,9 @@ class Executor:
         self.before_training = before_training
         self.after_backward = after_backward
         self.captures = captures
+        self._plan(
+            1, False
+        )  # raises the errors of a schedule that suits no number of micro-batches
 
     @property
     def last_stage(self) -> int:
@@ -117,8 +113,8 @@ class Executor:
         of the last stage, and an empty list on other ranks. No value is copied to the host.
 
         Raises ConfigError for a wrong number of loss weights, an output of the wrong shape or
-        dtype, and micro-batches or passes that `captures` cannot replay; and LaunchError, with the
-        peer's rank, if a neighbour is lost.
+        dtype, a missing queue of weight gradients, and micro-batches or passes that `captures`
+        cannot replay; and LaunchError, with the peer's rank, if a neighbour is lost.
         """
         count = len(micro_batches)
         plan = self._plan(count, False)
@@ -157,9 +153,16 @@ class Executor:
     def _plan(self, micro_batches: int, forward_only: bool) -> tuple[Instruction, ...]:
         pipeline = self.topology.pipeline
         chunks = self.num_chunks
-        return build_rank_schedule(
+        plan = build_rank_schedule(
             self.schedule, pipeline.size, chunks, micro_batches, pipeline.rank, forward_only
         )
+        # an order may split backward passes only with more micro-batches
+        if self.weight_gradients is None and any(i.op is Op.BACKWARD_WEIGHT for i in plan):
+            raise ConfigError(
+                f"schedule {name_of(self.schedule)!r} needs weight_gradients: the queue that the "
+                "linear layers share with it"
+            )
+        return plan
 
 
 _NAMES = {op: op.name.encode() for op in Op}  # for the flight recorder

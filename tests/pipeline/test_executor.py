@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.errors import LaunchError
+from megatron.errors import ConfigError, LaunchError
 from megatron.parallel.deferred_gradients import WeightGradients
 from megatron.parallel.flight import FlightRecorder, FlightState, PendingCall
 from megatron.parallel.topology import Group, Topology
@@ -196,6 +196,22 @@ def test_one_rank_needs_no_process_group(schedule, chunks):
     assert actual.keys() == expected.keys()
     for key, gradient in actual.items():
         np.testing.assert_allclose(gradient, expected[key], rtol=1e-12, atol=1e-14)
+
+
+def test_a_split_pass_without_a_queue_is_refused_before_the_first_pass():
+    def splits_the_second(size, chunks, count, rank):
+        backward = [[Op.BACKWARD], [Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT]]
+        ops = [[Op.FORWARD, *backward[i > 0]] for i in range(count)]
+        return [Instruction(op, 0, i) for i, of_batch in enumerate(ops) for op in of_batch]
+
+    message = ((ROWS, WIDTH), torch.float64)
+    stage = Stage(0, 1)
+    executor = Executor(Topology.create(), {0: stage}, splits_the_second, message)
+    executor.train(micro_batches(1))
+    stage.zero_grad()
+    with pytest.raises(ConfigError, match="weight_gradients"):
+        executor.train(micro_batches(2))
+    assert stage.weight.grad is None
 
 
 class Alive:
