@@ -190,12 +190,14 @@ def _step(predicted: Estimate, rank: int) -> Table:
     m = config.num_micro_batches()
     batch = config.batch
     samples = (
-        f"{batch.global_batch_size} samples / ({batch.micro_batch_size} x {layout.data} replicas)"
+        f"{batch.global_batch_size} samples / "
+        f"({batch.micro_batch_size} x {layout.replicas} replicas)"
     )
+    context = f"CP {layout.context} x " * (layout.context > 1)
     rows = [
         (
             "devices",
-            f"TP {layout.tensor} x PP {layout.pipeline} x DP {layout.data}",
+            f"TP {layout.tensor} x PP {layout.pipeline} x {context}DP {layout.replicas}",
             f"{predicted.devices}",
         ),
         *_zero(zero),

@@ -1,6 +1,8 @@
 """Estimates of whole steps: parts, bounds, and closed forms of the machine's figures."""
 
 import dataclasses
+import math
+import re
 
 import pytest
 from hypothesis import given
@@ -237,6 +239,18 @@ def test_the_explanation_adds_up(more):
         {component: value for component, value in result.breakdown.items() if value}, rel=2e-3
     )
     assert step["MFU"] == f"{100 * result.mfu:.1f} %"
+
+
+def test_context_parallel_ranks_are_not_counted_as_replicas():
+    """The formulas of devices and micro-batches have the values beside them."""
+    config = run("--context-parallel-size 2 --world-size 8 --global-batch-size 16")
+    (table,) = (t for t in explain(estimate(config, FRONTIER)) if t.title == "one step")
+    for name, formula, value in (
+        row for row in table.rows if row[0] in ("devices", "micro-batches")
+    ):
+        first, *factors = map(int, re.findall(r"\d+", formula))
+        product = math.prod(factors)
+        assert int(value) == (first * product if name == "devices" else first / product)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
