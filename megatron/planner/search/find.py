@@ -263,19 +263,13 @@ class LayoutSearch:
     def _folded(self, layout: CandidateLayout, config: Config) -> float:
         """Score by the formula, on the placement that is best for the first similar variant.
 
-        Similar variants have the same sizes and the same ZeRO shards.
+        Similar variants differ only in what they recompute.
         """
-        key = layout.sizes._replace(shard=layout.shard, states=layout.states)
+        key = layout._replace(recompute="", rank_order="", device_order=())
         if key not in self._known:
-            alike = next(
-                variant
-                for variant in self.space.variants(layout)
-                if (variant.shard, variant.states) == (layout.shard, layout.states)
-            )
-            first = _with(config, self.space.with_numbers(alike))
             self._known[key] = min(
-                self._channels(first),
-                key=lambda channels: folded_seconds(first, self.space.cluster, channels),
+                self._channels(config),
+                key=lambda channels: folded_seconds(config, self.space.cluster, channels),
             )
         return folded_seconds(config, self.space.cluster, self._known[key]) / layout.batch
 
