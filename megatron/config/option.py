@@ -122,6 +122,11 @@ class Option:
         return self.default is None and (self.choices is not None or self.none_word)
 
     @property
+    def is_path(self) -> bool:
+        """Return whether a value names a file, a folder or the prefix of data files."""
+        return bool({"FILE", "FOLDER", "PATH", "PREFIX"} & {*re.split(r"\W+", self.metavar or "")})
+
+    @property
     def flag(self) -> str:
         """Return the spelling used in messages."""
         return self.flags[0] if self.flags else self.name
@@ -194,6 +199,11 @@ class Option:
             value = kind(value)
         elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ValueError(f"expected {_ARTICLE[kind]}, got {shown(repr(value))}")
+        if value == "" and self.is_path:
+            raise ValueError(
+                f"expected {self.metavar}, got '': is a variable of the script unset? Leave "
+                f"{self.flag} out, or give it a value"
+            )
         return value if self.choices is None else self._choose(value)
 
     def _choose(self, value: object) -> object:

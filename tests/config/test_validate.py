@@ -168,6 +168,9 @@ CASES = """
 --train-data-exact-num-epochs 0 => --train-data-exact-num-epochs => --train-data-exact-num-epochs 1
 --data-packing first-fit => --data-packing | concat, best-fit => --data-packing best-fit
 --finetune => --load FOLDER => --load in
+--finetune --load '' => --load | FOLDER | '' => --load in
+--save '' => --save | FOLDER | '' => --save out
+--data-path '' => --data-path | '' => --data-path a
 --reset-iteration => --reset-iteration | --load FOLDER => --load in
 --walltime soon => --walltime soon | HH:MM:SS => --walltime 1:00:00
 --walltime 0:00 => --walltime 0:00 => --walltime none
