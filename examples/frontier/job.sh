@@ -377,7 +377,7 @@ start_flags() {
         complain "RECIPE=$RECIPE is unknown: frontier or paper"
         return 2
     fi
-    local lengths="--train-iters --train-samples --train-tokens" save repeated
+    local lengths="--train-iters --train-samples --train-tokens" save load repeated
     has_flag "$lengths" "$@" || [[ -n ${PRESET+set} ]] || TRAIN_FLAGS+=(--train-tokens "${TRAIN_TOKENS:-$MODEL_TOKENS}")
     data_flags "$@" || return
     save=$(flag_value --save "$@")
@@ -387,7 +387,9 @@ start_flags() {
     [[ $REQUEUE == 1 ]] || { TRAIN_FLAGS+=("$@") && return; }
     TRAIN_FLAGS+=(--requeue "$@")
     repeated="--finetune --reset-iteration --load-tag --no-load-optim"
-    if has_flag "$repeated" "$@" || [[ $(flag_value --load "$@") != @("$SAVE"|) ]]; then
+    load=$(flag_value --load "$@")
+    load=${load:-$SAVE}
+    if has_flag "$repeated" "$@" || [[ $(realpath -ms "$load") != "$(realpath -ms "$SAVE")" ]]; then
         complain "with REQUEUE=1 every start must resume from --save: submit once with REQUEUE=0 and --load," \
             "--load-tag, --finetune, --reset-iteration or --no-load-optim, then with REQUEUE=1 and without them"
         return 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,17 @@ def hugging_face_folder(load: str | None) -> Path | None:
     prefix = "hf:"
     has_prefix = load is not None and load.startswith(prefix)
     return Path(str(load).removeprefix(prefix)) if has_prefix else None
+
+
+def is_same_folder(one: str | None, other: str | None) -> bool:
+    """Return whether two settings name the same folder, without looking at the file system.
+
+    >>> is_same_folder("runs/a", "./runs/a/"), is_same_folder(None, None)
+    (True, False)
+    """
+    if one is None or other is None:
+        return False
+    return os.path.abspath(one) == os.path.abspath(other)
 
 
 @dataclass(frozen=True)

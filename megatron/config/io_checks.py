@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megatron.config.io import hugging_face_folder, named_corpus
+from megatron.config.io import hugging_face_folder, is_same_folder, named_corpus
 from megatron.config.settings import Problems, Sections, all_options, check
 
 
@@ -103,13 +103,14 @@ def _checkpoints(config: Sections) -> Problems:
     save = config.checkpoint.save
     load = config.checkpoint.load
     tag = config.checkpoint.load_tag
-    if config.training.loss_spike_factor is not None and not (save and save == load):
+    resumes = is_same_folder(save, load)
+    if config.training.loss_spike_factor is not None and not resumes:
         yield (
             "--loss-spike-factor rolls back to checkpoints of this run: give --save and --load the "
             "same FOLDER"
         )
     for name in ("finetune", "reset_iteration"):
-        if config.get(name) and load is not None and load == save:
+        if config.get(name) and resumes:
             yield (
                 f"{all_options()[name].flag} would start at iteration 0 after each restart, from "
                 f"the run's own checkpoints: give --save another FOLDER than --load {load}, "

@@ -6,6 +6,7 @@ All problems are collected; no check needs a process group or a file.
 from __future__ import annotations
 
 from megatron.config import io_checks, model_checks, parallel_checks, training_checks
+from megatron.config.io import is_same_folder
 from megatron.config.settings import Check, Settings, all_options
 from megatron.config.training_checks import piece_problems
 
@@ -165,7 +166,7 @@ def run_requirements(settings: Settings) -> None:
         conflicts = [
             all_options()[name].written(explicit[name]) for name in names if explicit.get(name)
         ]
-        if explicit.get("load") != explicit["save"]:
+        if not is_same_folder(explicit.get("load"), explicit["save"]):
             conflicts.insert(0, f"--load {explicit['load']}" if "load" in explicit else "no --load")
         if conflicts:
             add(

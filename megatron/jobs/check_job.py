@@ -20,6 +20,7 @@ from typing import NamedTuple
 from megatron.checkpoint.settings import checkpoint_bytes, settings_to_take
 from megatron.config import Config, parse_args
 from megatron.config.duration import duration_s, show_duration
+from megatron.config.io import is_same_folder
 from megatron.config.option import MOST, Parser
 from megatron.data.tokenizer import Tokenizer, with_vocabulary
 from megatron.errors import CheckpointError, ConfigError, MegatronError
@@ -526,7 +527,7 @@ def check_saving(job: CheckedJob, config: Config) -> None:
     if job.is_local(save):
         job.error("saving", f"--save {save} is on node-local disks, which are erased after the job")
         return
-    if load != save:
+    if not is_same_folder(load, save):
         text = f"--load is {load or 'absent'}, --save is {save}: a restarted job does not resume"
         job.warn("saving", f"{text}. Give --load {save}")
     if config.checkpoint.save_interval is None and config.checkpoint.save_interval_minutes is None:

@@ -172,9 +172,10 @@ CASES = """
 --save '' => --save | FOLDER | '' => --save out
 --data-path '' => --data-path | '' => --data-path a
 --reset-iteration => --reset-iteration | --load FOLDER => --load in
+--loss-spike-factor 2 --load in --save out => --loss-spike-factor | same FOLDER => --load ./out/
 --walltime soon => --walltime soon | HH:MM:SS => --walltime 1:00:00
 --walltime 0:00 => --walltime 0:00 => --walltime none
---finetune --load in --save in => --finetune | another FOLDER => --save out
+--finetune --load in/ --save in => --finetune | another FOLDER => --save out
 --reset-iteration --load in --save in => --reset-iteration | another FOLDER => --save out
 --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler \
     => --override-opt => --override-opt_param-scheduler -

@@ -234,8 +234,9 @@ def test_a_task_of_an_array_is_a_job_of_its_own(tmp_path):
 
 
 def test_requeued_jobs_go_on_from_their_own_checkpoint(tmp_path):
-    (call,) = train(tmp_path, "--save", "/mine").named("srun", PROGRAM)
-    assert call.value("--load") == "/mine"
+    for load in ([], ["--load", "/mine/"]):
+        (call,) = train(tmp_path, "--save", "/mine", *load).named("srun", PROGRAM)
+        assert call.value("--load").rstrip("/") == "/mine"
     for flags in (["--load", "/other"], ["--finetune"], ["--load-tag=iter_1"]):
         ended = train(tmp_path, *flags)
         assert (ended.code, ended.named("srun")) == (2, []), flags

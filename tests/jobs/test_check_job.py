@@ -34,7 +34,7 @@ touch ran
 """
 COMMAND = f"""srun -N 2 -n 16 --ntasks-per-node=8 -c 7 {sys.executable} -u {ROOT}/pretrain_gpt.py --preset tiny
     --mock-data --train-iters 10 --bf16 --global-batch-size 16 --micro-batch-size 2 --tensor-model-parallel-size 2
-    --pipeline-model-parallel-size 4 --save ckpt --load ckpt --save-interval-minutes 20 --keep-last 1 --requeue"""
+    --pipeline-model-parallel-size 4 --save ckpt --load ckpt/ --save-interval-minutes 20 --keep-last 1 --requeue"""
 CAMPAIGN = pytest.mark.campaign("slurm")
 NETWORK = {"NCCL_NET": "OFI", "FI_MR_CACHE_MONITOR": "kdreg2", "FI_CXI_RDZV_PROTO": "alt_read"}
 
@@ -92,7 +92,7 @@ def test_shards_of_a_node_take_the_memory_of_their_number():
     assert node.known["memory"] == number.known["memory"]
 
 
-SAVE = "--save ckpt --load ckpt"
+SAVE = "--save ckpt --load ckpt/"
 MISTAKES = [
     # (replaced text, replacement, level, subject)
     ("#SBATCH -A abc123\n", "", "warning", "account"),

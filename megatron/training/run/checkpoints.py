@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megatron.checkpoint.find import CheckpointChoice, find, read_tracker, required
 from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.config import Config
-from megatron.config.io import hugging_face_folder
+from megatron.config.io import hugging_face_folder, is_same_folder
 from megatron.data.sampler import are_ranges, is_consumed
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
@@ -234,7 +234,7 @@ def check_save_folder(config: Config, topology: Topology, reporter: Reporter) ->
     """
     save = config.checkpoint.save
     load = config.checkpoint.load
-    if not save or load == save:
+    if not save or is_same_folder(load, save):
         return
 
     def look() -> int | None:

@@ -23,7 +23,7 @@ from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.config import Config
 from megatron.config.duration import duration_s
 from megatron.config.help_text import differences
-from megatron.config.io import hugging_face_folder
+from megatron.config.io import hugging_face_folder, is_same_folder
 from megatron.config.settings_file import render_settings, write_settings
 from megatron.data.datasets import Datasets, Reading, build_datasets
 from megatron.data.file_lock import FolderClaim
@@ -268,7 +268,8 @@ def assemble(
     agreement = Agreement(topology)
     saves = build_saves(config, engine, agreement, reporter, locations, train_samples)
     signals.saving = lambda: saves is not None and saves.in_progress
-    if saves is not None and checkpoint and config.checkpoint.load == config.checkpoint.save:
+    resumes = is_same_folder(config.checkpoint.load, config.checkpoint.save)
+    if saves is not None and checkpoint and resumes:
         saves.saved_iteration = progress.iteration
     wall_time = build_wall_time(config, topology, reporter, saves, started, batches, datasets)
     position = progress.consumed_samples
