@@ -151,25 +151,34 @@ class Config(Sections):
     def from_dict(cls, values: Mapping[str, object]) -> Config:
         """Create a configuration from the result of `to_dict`.
 
-        Values equal to derived ones stay derived. Raises ConfigError for an unknown name or an
-        invalid value.
+        Values that follow from the others stay derived. Raises ConfigError for an unknown name or
+        an invalid value.
         """
         options = all_options()
+        settable = {n: v for n, v in values.items() if n not in options or not options[n].internal}
         chosen = {
             n: v
-            for n, v in values.items()
-            if n not in options or (not options[n].internal and v != _plain(options[n].default))
+            for n, v in settable.items()
+            if n not in options or (not options[n].derived and v != _plain(options[n].default))
         }
-        follows = {n for n in chosen if n in options and options[n].derived}
-        first = Settings()
-        for name in chosen.keys() - follows:
-            first.give(name, chosen[name], "argument")
-        resolve(first)
-        settings = Settings()
-        for name, value in chosen.items():
-            if name not in follows or _plain(first.values[name]) != value:
-                settings.give(name, value, "argument")
-        return finish(settings, merge_json=False)
+        while True:  # a value may follow from one that is chosen here
+            trial = _settings_of(chosen)
+            resolve(trial)
+            left = (
+                n
+                for n, v in settable.items()
+                if n not in chosen and v is not None and v != _plain(trial.values[n])
+            )
+            if (name := next(left, None)) is None:
+                return finish(_settings_of(chosen), merge_json=False)
+            chosen[name] = settable[name]
+
+
+def _settings_of(values: Mapping[str, object]) -> Settings:
+    settings = Settings()
+    for name, value in values.items():
+        settings.give(name, value, "argument")
+    return settings
 
 
 def _plain(value: object) -> object:

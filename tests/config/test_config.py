@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import example, given, reject
+from hypothesis import strategies as st
 
 from megatron.config import PRESETS, Config, parse_args
 from megatron.config.settings import all_options
@@ -98,6 +100,69 @@ def test_dictionary_and_back(values):
     wider = dict(hidden_size=128 * 96, num_attention_heads=96)
     assert restored == config
     assert restored.replace(**wider) == config.replace(**wider) or "ffn_hidden_size" in values
+
+
+# Settings that follow from each other, each with values that follow and values that do not.
+DERIVED = {
+    "swiglu": [True],
+    "ffn_hidden_size": [128, 256, 512],
+    "kv_channels": [8, 16],
+    "num_key_value_heads": [2, 4],
+    "num_experts": [4],
+    "moe_ffn_hidden_size": [128, 256, 512],
+    "use_mup": [True],
+    "mup_base_hidden_size": [32, 64],
+    "mup_base_ffn_hidden_size": [128, 256],
+    "mup_base_head_dim": [8, 16],
+    "mup_base_num_attention_heads": [2, 4],
+    "mup_base_num_key_value_heads": [1, 2],
+    "mup_output_mult": [0.5, 1.0],
+    "softmax_scale": [0.0625, 0.25],
+    "tensor_model_parallel_size": [2],
+    "expert_tensor_parallel_size": [1, 2],
+    "context_parallel_size": [2],
+    "qk_clip": [True],
+    "optimizer": ["muon"],
+    "cp_comm_type": ["p2p", "a2a"],
+    "attention_dropout": [0.0],
+    "world_size": [4, 8],
+    "micro_batch_size": [1, 2],
+    "global_batch_size": [2, 8, 16],
+    "step_batch_size_schedule": ["0:8 1K:16"],
+    "train_iters": [1, 100],
+    "train_samples": [1, 100],
+    "lr_decay_iters": [1, 100],
+    "lr_warmup_iters": [0, 5],
+    "weight_decay": [0.1],
+    "end_weight_decay": [0.01, 0.1],
+    "weight_decay_incr_style": ["linear"],
+    "fp16": [True],
+    "max_consecutive_skips": [10, 100],
+    "save": ["a"],
+    "exit_signal_handler": [False, True],
+    "data_packing": ["best-fit"],
+    "loss_mask": ["required"],
+}
+
+
+EACH = [(name, value) for name, values in DERIVED.items() for value in values]
+
+
+@given(st.lists(st.sampled_from(EACH), max_size=9).map(dict))
+@example({"mup_base_hidden_size": 32, "mup_output_mult": 1.0})
+@example({"ffn_hidden_size": 512, "moe_ffn_hidden_size": 256})
+@example({"mup_base_hidden_size": 32, "mup_base_head_dim": 8, "mup_base_num_attention_heads": 4})
+@example({"mup_base_hidden_size": 32, "mup_base_ffn_hidden_size": 256})
+def test_any_dictionary_and_back(chosen):
+    if any(name.startswith("mup_") for name in chosen):
+        chosen["use_mup"] = True
+    if "moe_ffn_hidden_size" in chosen:
+        chosen["num_experts"] = 4
+    try:
+        config = Config.create(**SIZES, **chosen)
+    except ConfigError:
+        reject()
+    assert Config.from_dict(config.to_dict()) == config
 
 
 def test_a_dictionary_with_an_unknown_name():
