@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.option import Values
+from megatron.config.parallel import SIZES
 from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.errors import ConfigError
 from megatron.untrusted import parse_json, read_text
@@ -204,13 +205,10 @@ class _Merge:
             self._problem(_STEPS, f"{_STEPS} must be a whole number of at least 1, got {written}")
             return
         explicit = self.settings.explicit
-        model_parallel = (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-        )
-        replica = math.prod(explicit.get(name, 1) for name in model_parallel)
-        replicas, rest = divmod(explicit.get("world_size", replica), replica)
+        tensor, pipeline, context, expert = (explicit.get(name, 1) for name in SIZES)
+        replica = tensor * pipeline * context
+        least = tensor * pipeline * math.lcm(context, expert)
+        replicas, rest = divmod(explicit.get("world_size", least), replica)
         if rest:
             return  # reported by the check of the world size
         micro: int | None = explicit.get("micro_batch_size")

@@ -296,7 +296,7 @@ class _Late:
             if self.settings.explicit.get("num_experts") in (None, 0, 1):
                 self.settings.notices.append(f"{flags_written} has no effect: there are no experts")
             else:
-                freq = [int(layer % interval == 0) for layer in range(1, self.layers + 1)]
+                freq = tuple(int(layer % interval == 0) for layer in range(1, self.layers + 1))
                 self._give(flags_written, {"moe_layer_freq": freq})
         bad = {"num_layers", "pipeline_model_parallel_size"} & self.settings.bad
         method, flags_written = used[0] if used else (None, self._written(CHUNKS))

@@ -186,6 +186,10 @@ def test_batch_sizes_follow_from_each_other(merge):
     ):
         batch = merge(content, base=base)[0].batch
         assert (batch.micro_batch_size, batch.global_batch_size) == sizes
+    # As many processes as 2 experts need: 2 replicas
+    experts = [*RUN, "--num-experts", "2", "--expert-model-parallel-size", "2"]
+    batch = merge({"gradient_accumulation_steps": 4}, base=experts, world_size=None)[0].batch
+    assert batch.global_batch_size == 2 * 4 * 2
 
 
 def test_entries_of_the_engine_are_reported(merge):
