@@ -91,15 +91,27 @@ def _window(config: Sections) -> Problems:
 @check("num_layers", "moe_layer_freq")
 def _frequencies(config: Sections) -> Problems:
     layers = config.model.num_layers
-    for name in ("window_attn_skip_freq", "moe_layer_freq"):
+    for name, feature in (
+        ("window_attn_skip_freq", "window_size"),
+        ("moe_layer_freq", "num_experts"),
+    ):
         freq = config.get(name)
-        if freq is not None and (
-            not any(freq) if len(freq) <= 1 else len(freq) != layers or not set(freq) <= {0, 1}
-        ):
+        if freq is None:
+            continue
+        flag = all_options()[name].flag
+        written = f"{flag} {','.join(map(str, freq))}"
+        if not any(freq) if len(freq) <= 1 else len(freq) != layers or not set(freq) <= {0, 1}:
             yield (
-                f"{all_options()[name].flag} {','.join(map(str, freq))} is neither a number of at "
-                f"least 1 nor a list of {layers} entries 0 or 1, one for each layer: give one of "
-                "them"
+                f"{written} is neither a number of at least 1 nor a list of {layers} entries 0 or "
+                "1, one for each layer: give one of them"
+            )
+        elif config.get(feature) is not None and (
+            not any(freq) or (feature == "window_size" and freq == (1,))
+        ):
+            other = all_options()[feature].flag
+            yield (
+                f"{written} leaves no layer for {other}: leave {flag} out for all layers, or both "
+                "out for none"
             )
 
 

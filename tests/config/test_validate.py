@@ -41,6 +41,8 @@ CASES = """
 --window-size 5 3 => --window-size 5,3 | LEFT,0 => --window-size 5 0
 --window-size 5 --window-attn-skip-freq 1 0 => --window-attn-skip-freq 1,0 | 8 => --window-attn-skip-freq 4
 --window-size 5 --window-attn-skip-freq 0 => --window-attn-skip-freq 0 => --window-attn-skip-freq 1 0 1 0 1 0 1 0
+--window-size 5 --window-attn-skip-freq 1 => --window-attn-skip-freq 1 | --window-size => --window-attn-skip-freq -
+--num-experts 4 --moe-layer-freq [0]*8 => --moe-layer-freq 0,0 | --num-experts => --moe-layer-freq [0]*7+[1]
 --window-attn-skip-freq 2 => --window-attn-skip-freq 2 | --window-size => --window-size 5
 --num-key-value-heads 3 => --num-attention-heads 8 | --num-key-value-heads 3 => --num-key-value-heads 4
 --hidden-size 66 => --hidden-size 66 | 64 or 72 | --kv-channels => --kv-channels 10
