@@ -22,7 +22,7 @@ from megatron.config.io import hugging_face_folder
 from megatron.config.option import Option, Values, shown
 from megatron.config.pieces import PLAIN, Pieces, load_pieces
 from megatron.config.presets import PRESETS, give_preset, yielding
-from megatron.config.settings import Settings, all_options, did_you_mean
+from megatron.config.settings import Settings, all_options, cluster_of_environment, did_you_mean
 from megatron.config.translate import DIRECT, LATE, Flags, is_off, meaning, translate_late
 from megatron.config.validate import DATA, REQUIRED
 from megatron.errors import CheckpointError, ConfigError
@@ -207,8 +207,7 @@ def parse_args(
         raise SystemExit(0)
     printing = "--print-config" in scanned.flags
     settings = Settings(problems=scanned.problems, pieces=pieces)
-    if (cluster := os.environ.get("MEGATRON_CLUSTER", "").strip()) not in ("", "none"):
-        settings.give("cluster", cluster, "variable MEGATRON_CLUSTER")
+    settings.give("cluster", cluster_of_environment(), "variable MEGATRON_CLUSTER")
     _give_flags(settings, scanned.flags, checkpoint)
     explicit = settings.explicit.get("world_size")
     if world_size is not None and not (printing and explicit is not None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_type_hints
@@ -161,6 +162,12 @@ class Settings:
     def usable(self, *names: str) -> bool:
         """Return whether all of these settings have valid values."""
         return all(n not in self.bad and self.values.get(n) is not None for n in names)
+
+
+def cluster_of_environment() -> str | None:
+    """Return the machine that MEGATRON_CLUSTER names, the default of --cluster; None without one."""
+    name = os.environ.get("MEGATRON_CLUSTER", "").strip()
+    return None if name in ("", "none") else name
 
 
 # --- checks of resolved settings, defined next to the settings that they check, in *_checks.py

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.option import options_of, shown
-from megatron.config.settings import SECTIONS
+from megatron.config.settings import SECTIONS, cluster_of_environment
 from megatron.errors import ConfigError
 from megatron.untrusted import read_text, read_toml
 
@@ -88,10 +88,13 @@ def render_settings(config: Config) -> str:
             origin = config.origin(option.name)
             used = getattr(getattr(config, attribute), name)
             value = config.explicit.get(name, used)
+            chosen = name in config.explicit or origin == "default"
+            if name == "cluster" and value is None and cluster_of_environment() is not None:
+                value = used = "none"  # without this line, the variable would count again
+                origin = "not that of MEGATRON_CLUSTER"
             if value != used:
                 origin += f": {written(used)}"
             line = f"{name} = {written(value)}  # {origin}"
-            chosen = name in config.explicit or origin == "default"
             commented = value in (None, ()) or not option.flags or option.one_start or not chosen
             if option.one_start and value != option.default and chosen and origin != "launcher":
                 start.append(line)

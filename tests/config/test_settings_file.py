@@ -270,6 +270,12 @@ def test_a_resolved_file_on_other_processes(tmp_path):
     assert reread.model.ffn_hidden_size == 512
 
 
+def test_a_resolved_file_without_the_machine_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_CLUSTER", "frontier")
+    path = stored(tmp_path, render_settings(parse_args([*TINY.split(), "--cluster", "none"])))
+    assert parse_args(["--config", path]).parallel.cluster is None
+
+
 def test_a_resolved_file_with_pieces_and_a_deepspeed_json(tmp_path):
     module = tmp_path / "own.py"
     ds = tmp_path / "ds.json"

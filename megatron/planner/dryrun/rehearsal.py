@@ -16,6 +16,7 @@ from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config
 from megatron.config.command_line import parse_plan
 from megatron.config.pieces import PLAIN, Pieces
+from megatron.config.settings import cluster_of_environment
 from megatron.data.tokenizer import with_vocabulary
 from megatron.errors import MegatronError
 from megatron.model.formulas import parameters_of
@@ -335,8 +336,8 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
     if launched > 1 and not any(word.split("=")[0] == "--world-size" for word in words):
         words += ["--world-size", str(launched)]
     config = parse_plan(words, pieces, settings_to_take)
-    name = config.parallel.cluster or os.environ.get("MEGATRON_CLUSTER", "").strip()
-    cluster = None if name in ("", "none") else load_cluster(name)
+    name = config.parallel.cluster or cluster_of_environment()
+    cluster = None if name in (None, "none") else load_cluster(name)
     config, _, unknown = with_vocabulary(config)
     assumed = (
         "GPT-2's vocabulary"
