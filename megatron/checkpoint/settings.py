@@ -129,7 +129,7 @@ def check_architecture(stored: dict[str, Any], config: Config, where: str) -> No
     fields = list(ARCHITECTURE)
     if current.get("position_embedding_type") == "learned_absolute":
         fields.append("max_position_embeddings")
-    defaults = {option.name: option.default for option in options_of(ModelConfig)}
+    defaults = {option.name: plain(option.default) for option in options_of(ModelConfig)}
     different = [
         f"--{name.replace('_', '-')} is {saved_value!r} in the checkpoint and {current[name]!r} here"
         for name in fields

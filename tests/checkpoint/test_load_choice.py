@@ -305,7 +305,7 @@ def test_a_setting_that_is_newer_than_the_checkpoint():
     """A checkpoint from before a setting existed was written with its default."""
     config = Config.create(**SIZES)
     stored = plain(config)
-    for name in ("qk_layernorm", "parallel_residual", "norm_position"):
+    for name in ("qk_layernorm", "parallel_residual", "norm_position", "moe_layer_freq"):
         del stored["model"][name]
     check_architecture(stored, config, "iter_0000001")
     changed = dict(qk_layernorm=True, parallel_residual="one_norm")
