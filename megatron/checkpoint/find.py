@@ -10,7 +10,6 @@ clocks may be wrong.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -176,12 +175,16 @@ def generations(numbered: Iterable[Path]) -> dict[Path, int]:
     return by_folder
 
 
-def next_generation(*directories: StrPath) -> int:
-    """Return a generation later than that of any checkpoint in the directories.
+def next_generation(directory: StrPath, source: StrPath | None = None) -> int:
+    """Return a generation later than that of any checkpoint in a directory.
 
-    Raises CheckpointError if a directory cannot be listed.
+    Also later than those in `source`, unless that cannot be read: a save does not need it. Raises
+    CheckpointError if the directory cannot be listed.
     """
-    existing = itertools.chain.from_iterable(map(folders, directories))
+    existing = folders(directory)
+    if source is not None:
+        with contextlib.suppress(CheckpointError, OSError):
+            existing += folders(source)
     return 1 + max(generations(existing).values(), default=0)
 
 

@@ -292,9 +292,8 @@ class Saver:
 
         def complete() -> int:
             settings = self._config.checkpoint
-            load = settings.load
             try:
-                generation = next_generation(self._directory, *([load] if load else []))
+                generation = next_generation(self._directory, settings.load)
                 size = write_small_files(
                     pending.temporary, groups, pending.texts, with_metadata, generation
                 )

@@ -330,6 +330,9 @@ def another_branch(root, training):
     saver.finish()
     training.save(training.saver(root / "else", load=str(root)), 10)
     expect(read_manifest(root / "else" / "iter_0000010").generation, 8)
+    unlistable = root / "else" / "iter_0000010" / "config.json"
+    training.save(training.saver(root / "else", load=str(unlistable)), 12)
+    expect(read_manifest(root / "else" / "iter_0000012").generation, 9)
     expect(listed(root), ["else", *names(4, 7, 9)])
     expect(found_without_tracker(root, training), "iter_0000009")
 
