@@ -358,7 +358,8 @@ class KernelConfig:
         off_flags="--no-bias-gelu-fusion --no-bias-swiglu-fusion",
     )
     bias_dropout_fusion: bool = option(
-        True, "Fuse bias, dropout and residual sum. The dropout masks differ from torch's."
+        True,
+        "Fuse bias, dropout and residual sum. Fused and unfused operators draw different masks.",
     )
     gradient_accumulation_fusion: bool = option(
         True,

@@ -145,7 +145,7 @@ WantsFullParameters = Callable[[str, tuple[int, ...]], bool]
 
 def group_keys(value: Any) -> dict[str, Any]:
     """Return the keys of a parameter group that say whether, or how, it has full parameters."""
-    return {"full_parameters": value, "whole": value}  # "whole": its name in version 0.1
+    return {"full_parameters": value, "whole": value}  # "whole": its former name
 
 
 def _selector(make: Any) -> WantsFullParameters | None:
