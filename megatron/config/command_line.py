@@ -496,7 +496,8 @@ def _values(settings: Settings, spelling: str, flag: Flag, words: list[str], ori
             else:
                 raise ValueError(f"takes no value, got {shown(' '.join(words))}")
             values[option.name] = value
-            if option.choices is None and len(words) == 1 and words[0] in option.value_names:
+            named = option.choices is None and len(words) == 1 and words[0] in option.value_names
+            if named and option.hint:  # without a hint, the word is its value's usual name
                 settings.notices.append(f"{written} means {option.written(value)}: {option.hint}")
     except (ValueError, ConfigError) as error:
         for name in flag.settings:

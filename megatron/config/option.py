@@ -119,7 +119,8 @@ class Option:
     @property
     def has_none(self) -> bool:
         """Return whether the word none resets this setting on the command line."""
-        return self.default is None and (self.choices is not None or self.none_word)
+        unset = self.default is None and not self.many
+        return unset and (self.choices is not None or self.none_word)
 
     @property
     def is_path(self) -> bool:

@@ -114,8 +114,9 @@ def _parse_phase(text: str) -> Phase:
         names = words[::2]
         values = words[1::2]
         unknown = [name for name in names if name not in _NAMES]
-        if unknown or len(names) != len(values) or len(set(names)) < len(names):
-            wrong = unknown[0] if unknown else words[-1]
+        repeated = [name for i, name in enumerate(names) if name in names[:i]]
+        if unknown or repeated or len(names) != len(values):
+            wrong = [*unknown, *repeated, words[-1]][0]
             raise ValueError(
                 f"'{wrong}': pairs of a name and a number follow the length; names are "
                 f"{', '.join(_NAMES)}, each once"

@@ -306,7 +306,7 @@ def flags_of(name: str, value: Any) -> list[str]:
 
 def _words(option: Option, value: object) -> list[str]:
     if value is None:
-        return [option.flag, "none"] if option.has_none and not option.many else []
+        return [option.flag, "none"] if option.has_none else []
     if option.kind is bool and isinstance(value, bool):
         return [option.written(value)]
     if isinstance(value, tuple):

@@ -123,6 +123,13 @@ OVERRIDES = """
 """
 
 
+def test_words_for_values():
+    for option in all_options().values():
+        assert not option.has_none or option.parse(["none"]) is None, option.name
+    config = parse_args([*BASE, "--zero-shard-size", "world"])
+    assert (config.engine.zero_shard_size, config.notices) == (0, ())
+
+
 def test_one_of_two_flags_that_decides_as_in_megatron():
     """The notice names both flags."""
     for case in OVERRIDES.strip().splitlines():

@@ -175,6 +175,7 @@ CASES = """
 --data-path '' => --data-path | '' => --data-path a
 --reset-iteration => --reset-iteration | --load FOLDER => --load in
 --loss-spike-factor 2 --load in --save out => --loss-spike-factor | same FOLDER => --load ./out/
+--train-iters 9 --lr-schedule 'cosine 9 to 1e-5 to 1e-6' => 'to' => --lr-schedule 'cosine 9 to 1e-5'
 --walltime soon => --walltime soon | HH:MM:SS => --walltime 1:00:00
 --walltime 0:00 => --walltime 0:00 => --walltime none
 --finetune --load in/ --save in => --finetune | another FOLDER => --save out
