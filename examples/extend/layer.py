@@ -38,7 +38,7 @@ class ParallelLayer(torch.nn.Module):
             Norm(context, f"{name}.{x}_norm", d, "rmsnorm", model.layernorm_epsilon) for x in "qk"
         )
         self.rotary = context.rotary(d, model.rotary_base)
-        self.attention = CoreAttention(context, model, index)
+        self.attention = CoreAttention(context, config, index)
         self.dense = RowParallelLinear(
             context, f"{name}.dense", (h, inner), output_fill, bias=False
         )

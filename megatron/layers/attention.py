@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron.config import ModelConfig
+from megatron.config import Config
+from megatron.kernels.choose import AttentionFeatures, choose_attention
 from megatron.kernels.library import nodes_for, recompute_later
 from megatron.kernels.ops.attention import NO_WINDOW
 from megatron.layers.attention_blocked import blocked_attention, update_largest
@@ -31,9 +32,8 @@ class CoreAttention:
 
     layer      index of the layer in the model
     recompute  whether to recompute attention in the backward pass
-    attention  name of the implementation (choose_attention), which must support the dropout, window,
-               cap and bias that `config` sets
 
+    attention  name of the implementation (choose_attention)
     largest    the largest scaled product q k^T of each head in the training passes of this step, at
                least 0, for QK-clip: fp32 [heads/tp]; None: not recorded
     """
@@ -41,24 +41,30 @@ class CoreAttention:
     def __init__(
         self,
         context: LayerContext,
-        config: ModelConfig,
+        config: Config,
         layer: int,
         recompute: bool = False,
-        attention: str = "torch",
     ) -> None:
-        self.heads = config.num_attention_heads
+        model = config.model
+        self.heads = model.num_attention_heads
         self.layer = layer
         self.recompute = recompute
-        self.dropout = config.attention_dropout
+        self.dropout = model.attention_dropout
         self.context_parallel = context.context_parallel
         self.heads_shard = context.heads_shard
-        self.attention = attention
-        window = config.window(layer)
+        self.attention = choose_attention(
+            config.kernels,
+            context.parameters.device,
+            config.precision.dtype_name,
+            model.seq_length,
+            AttentionFeatures.of_layer(config, layer),
+        )
+        window = model.window(layer)
         self.scoring = Scoring(
-            config.softmax_scale,
-            config.attention_logit_softcapping or 0.0,
+            model.softmax_scale,
+            model.attention_logit_softcapping or 0.0,
             NO_WINDOW if window is None else window,
-            context.alibi(self.heads) if config.position_embedding_type == "alibi" else None,
+            context.alibi(self.heads) if model.position_embedding_type == "alibi" else None,
             context.fusions,
         )
         self.largest: Tensor | None = None
@@ -126,7 +132,7 @@ class CoreAttention:
 class SelfAttention(torch.nn.Module):
     """Self-attention: [s(/tp), b, h] -> ([s(/tp), b, h], bias or None).
 
-    layer, recompute, attention: see CoreAttention. summed: see RowParallelLinear.
+    layer, recompute: see CoreAttention. summed: see RowParallelLinear.
 
     The rows of the fused weight are ordered [key-value group][queries ..., key, value][head
     dimension], so that splitting them gives every rank whole groups (the order in Megatron's
@@ -138,24 +144,24 @@ class SelfAttention(torch.nn.Module):
         self,
         context: LayerContext,
         name: str,
-        config: ModelConfig,
+        config: Config,
         layer: int,
         recompute: bool = False,
-        attention: str = "torch",
         summed: bool = True,
     ) -> None:
         super().__init__()
-        heads = config.num_attention_heads
-        groups = config.num_key_value_heads
-        d = config.kv_channels
+        model = config.model
+        heads = model.num_attention_heads
+        groups = model.num_key_value_heads
+        d = model.kv_channels
         tp = context.tensor.size
         rank = context.tensor.rank
-        fill, output_fill = weight_fills(config)
+        fill, output_fill = weight_fills(model)
         self.rotary: RotaryEmbedding | None = None
-        if config.position_embedding_type == "rope":
-            turned = 2 * int(d * config.rotary_percent / 2)
-            self.rotary = context.rotary(turned, config.rotary_base, config)
-        self.core = CoreAttention(context, config, layer, recompute, attention)
+        if model.position_embedding_type == "rope":
+            turned = 2 * int(d * model.rotary_percent / 2)
+            self.rotary = context.rotary(turned, model.rotary_base, model)
+        self.core = CoreAttention(context, config, layer, recompute)
         self.groups = max(1, groups // tp)
         self.queries = heads // max(groups, tp)
         self.head_dim = d
@@ -169,21 +175,21 @@ class SelfAttention(torch.nn.Module):
         self.query_key_value = ColumnParallelLinear(
             context,
             f"{name}.query_key_value",
-            ((heads + 2 * groups) * d, config.hidden_size),
+            ((heads + 2 * groups) * d, model.hidden_size),
             fill,
-            config.qkv_bias,
+            model.qkv_bias,
             rows,
         )
-        if config.key_value_scale != 1.0:
+        if model.key_value_scale != 1.0:
             weight = self.query_key_value.weight
             shared = self.query_key_value.weight_shared
-            by_head = weight.detach().view(self.groups, -1, d, config.hidden_size)
+            by_head = weight.detach().view(self.groups, -1, d, model.hidden_size)
             keys = by_head[:, self.queries :] if shared is None else shared.detach()
-            keys.mul_(config.key_value_scale)
+            keys.mul_(model.key_value_scale)
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
-        self.norms_heads = config.qk_layernorm_over == "head"
-        if config.qk_layernorm:
+        self.norms_heads = model.qk_layernorm_over == "head"
+        if model.qk_layernorm:
             of_q = of_k = None
             each = heads, groups  # heads that the norms of q and k cover, over all ranks
             if self.norms_heads:
@@ -193,15 +199,15 @@ class SelfAttention(torch.nn.Module):
                 of_q = Rows(rank * width, width)
                 width = self.groups * d
                 of_k = Rows(rank // share * width, width, share)
-            make = partial(norm_of, context, config)
+            make = partial(norm_of, context, model)
             self.q_layernorm = make(f"{name}.q_layernorm", each[0] * d, of_q)
             self.k_layernorm = make(f"{name}.k_layernorm", each[1] * d, of_k)
         self.dense = RowParallelLinear(
             context,
             f"{name}.dense",
-            (config.hidden_size, heads * d),
+            (model.hidden_size, heads * d),
             output_fill,
-            config.add_bias_linear,
+            model.add_bias_linear,
             summed,
         )
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import Config
-from megatron.kernels.choose import AttentionFeatures, choose_attention
 from megatron.kernels.ops import elementwise
 from megatron.layers.attention import SelfAttention
 from megatron.layers.context import CallContext, LayerContext, weight_fills
@@ -92,20 +91,12 @@ class TransformerLayer(nn.Module):
         # With the residual after the norm, the residual stream keeps the norm's output anyway.
         self.recomputes_norms = "layernorm" in recompute and not self.residual_after_norm
         self.input_layernorm = norm_if_any("input_layernorm")
-        attention = choose_attention(
-            config.kernels,
-            context.parameters.device,
-            config.precision.dtype_name,
-            model.seq_length,
-            AttentionFeatures.of_layer(config, index),
-        )
         self.self_attention = SelfAttention(
             context,
             f"{name}.self_attention",
-            model,
+            config,
             index,
             "core_attn" in recompute,
-            attention,
             summed,
         )
         if config.optimizer.qk_clip:

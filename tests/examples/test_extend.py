@@ -33,7 +33,7 @@ FOLDER = "examples/extend"
 # rounding.
 SIGNS = dict(lr=1e-3, adam_beta1=0.9, add_bias_linear=False)
 RUNS = {
-    "layer": layout(tp=2, cp=2, sp=True)[2],
+    "layer": layout(tp=2, cp=2, sp=True, window_size=(5, 0))[2],
     "schedule": layout(pp=2, dp=2)[2],
     "optimizer": layout(tp=2, dp=2, **SIGNS)[2],
 }

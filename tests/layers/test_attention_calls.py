@@ -62,7 +62,8 @@ def test_recomputing_attention_repeats_every_bit(attention, fusions, documents, 
     )
     results = []
     for recompute in (False, True):
-        layer = SelfAttention(context(fusions), "a", config.model, 0, recompute, attention)
+        layer = SelfAttention(context(fusions), "a", config, 0, recompute)
+        layer.core.attention = attention
         x = inputs(23, 2, 4, 4, torch.float32)[0].detach().flatten(2).requires_grad_()
         out, _ = layer(x, call)
         weights = [layer.query_key_value.weight, layer.dense.weight]

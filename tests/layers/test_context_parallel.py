@@ -73,7 +73,7 @@ def core(
 ):
     """Return the attention of a model of MODELS, and the arguments of its calls."""
     heads, groups, kind = MODELS[name]
-    model = Config.create(
+    config = Config.create(
         num_layers=1,
         hidden_size=heads * D,
         num_attention_heads=heads,
@@ -84,11 +84,12 @@ def core(
         micro_batch_size=B,
         attention_dropout=dropout,
         **{key: value for key, value in kind.items() if key != "documents"},
-    ).model
+    )
     of_layer = context(ALL if fused else NONE, context_parallel=context_parallel)
     documents = documents_of(LENGTHS) if kind.get("documents") else None
     key = DropoutKey(5, 6) if dropout else None
-    attention = CoreAttention(of_layer, model, 0, False, backend)
+    attention = CoreAttention(of_layer, config, 0)
+    attention.attention = backend
     return attention, CallContext(None, documents, key)
 
 
