@@ -19,7 +19,7 @@ from megatron.kernels.ops.attention import NO_WINDOW
 from megatron.layers.attention_blocked import blocked_attention, update_largest
 from megatron.layers.attention_fused import flash_attention, torch_attention
 from megatron.layers.attention_unfused import Scoring, cached_attention, unfused_attention
-from megatron.layers.context import CallContext, LayerContext, weight_fills
+from megatron.layers.context import CallContext, LayerContext, change_initial, weight_fills
 from megatron.layers.linear import ColumnParallelLinear, RecomputeInput, RowParallelLinear
 from megatron.layers.norm import Norm, norm_of
 from megatron.layers.positions import RotaryEmbedding
@@ -181,11 +181,14 @@ class SelfAttention(torch.nn.Module):
             rows,
         )
         if model.key_value_scale != 1.0:
-            weight = self.query_key_value.weight
             shared = self.query_key_value.weight_shared
-            by_head = weight.detach().view(self.groups, -1, d, model.hidden_size)
-            keys = by_head[:, self.queries :] if shared is None else shared.detach()
-            keys.mul_(model.key_value_scale)
+            queries = self.queries if shared is None else 0  # in each group of the parameter
+
+            def scale(values: Tensor) -> None:
+                by_head = values.view(self.groups, -1, d, model.hidden_size)
+                by_head[:, queries:].mul_(model.key_value_scale)
+
+            change_initial(self.query_key_value.weight if shared is None else shared, scale)
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
         self.norms_heads = model.qk_layernorm_over == "head"

@@ -212,6 +212,21 @@ class ParameterFactory:
         return p
 
 
+def change_initial(p: nn.Parameter, change: Callable[[Tensor], object]) -> None:
+    """Change a new parameter's values in place by `change`; late ones once they are drawn."""
+    late: Callable[[], Tensor] | None = getattr(p, "late", None)
+    if late is None:
+        change(p.detach())
+        return
+
+    def changed() -> Tensor:
+        values = late()
+        change(values)
+        return values
+
+    p.late = changed  # type: ignore[attr-defined]
+
+
 @dataclass
 class Experts:
     """State that the layers with experts on one rank share.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.kernels.ops.elementwise import wider
-from megatron.layers.context import CallContext, Experts, Fill, LayerContext
+from megatron.layers.context import CallContext, Experts, Fill, LayerContext, change_initial
 from megatron.layers.expert_dispatch import count_choices
 from megatron.parallel.autograd import Context, Node
 from megatron.parallel.collectives import gather_first, split_first
@@ -129,8 +129,12 @@ class Router(torch.nn.Module):
         shape = self.experts, config.hidden_size
         self.weight = context.parameters.create(f"{name}.weight", shape, None, fill, fp32=True)
         if config.moe_use_upcycling:  # experts made from one MLP begin with the same scores
-            groups = self.weight.detach().unflatten(0, (-1, config.upcycling_granularity))
-            groups[:, 1:] = groups[:, :1]
+
+            def repeat(values: Tensor) -> None:
+                groups = values.unflatten(0, (-1, config.upcycling_granularity))
+                groups[:, 1:] = groups[:, :1]
+
+            change_initial(self.weight, repeat)
         kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
         self.balancing = {kind: factor for kind, factor in kinds if factor}
         z = [config.moe_z_loss_coeff] if config.moe_z_loss_coeff else []

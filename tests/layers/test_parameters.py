@@ -3,11 +3,16 @@
 import pytest
 import torch
 
+from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.layers import context as parameters
 from megatron.layers.context import BLOCK, ParameterFactory, draw, normal, xavier_uniform
+from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.keyed_random import mix, name_key
-from megatron.parallel.sharding import shard
+from megatron.parallel.layout import Layout
+from megatron.parallel.sharding import shard, sharding_of
+from megatron.parallel.topology import Topology
+from tests.helpers.tiny import MODEL
 
 CPU = torch.device("cpu")
 
@@ -103,3 +108,25 @@ def test_threads_draw_what_one_block_after_the_other_gives(threads, shape, dim):
             )
         )
     assert torch.equal(unsharded("w", shape, dim, 4), torch.cat(blocks).movedim(0, dim))
+
+
+MUP = dict(use_mup=True, mup_base_hidden_size=8, num_key_value_heads=1)
+UPCYCLED = dict(moe_use_upcycling=True, num_experts=4, moe_ffn_hidden_size=32, load="dense")
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensor"), [(MUP, 1), (MUP, 2), (UPCYCLED, 1)], ids=["mup", "shared", "upcycled"]
+)
+def test_values_drawn_late_are_the_same(fields, tensor):
+    """ZeRO 3 draws weights bucket by bucket, also those that a layer changes after the draw."""
+    config = Config.create(
+        **{**MODEL, **fields}, tensor_model_parallel_size=tensor, world_size=tensor
+    )
+    for rank in range(tensor):
+        topology = Topology.from_layout(Layout(tensor=tensor), rank, device=CPU)
+        now, late = (
+            build_chunks(config, topology, layer_context(config, topology, late=late))
+            for late in (False, True)
+        )
+        for p, q in zip(now.parameters(), late.parameters(), strict=True):
+            assert torch.equal(p, q.late()), sharding_of(p).name
