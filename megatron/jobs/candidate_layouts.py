@@ -268,10 +268,11 @@ class _Names(dict[str, Any]):
         if name == "nodes":
             return -(-self["processes"] // each)
         if name == "dp":
-            replicas, rest = divmod(self["processes"], self["tp"] * self["pp"])
+            sizes = self["tp"], self["pp"], self["cp"]
+            replicas, rest = divmod(self["processes"], math.prod(sizes))
             if rest:
                 raise InvalidLayout(
-                    "TP x PP does not divide the processes", f"{self['tp']} x {self['pp']}"
+                    "TP x PP x CP does not divide the processes", " x ".join(map(str, sizes))
                 )
             return replicas
         if name == "gbs":
