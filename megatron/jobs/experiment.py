@@ -189,7 +189,9 @@ def plan(request: ExperimentRequest) -> list[Point]:
 
 
 def _replica_gcds(base: Config) -> int:
-    return base.parallel.tensor_model_parallel_size * base.parallel.pipeline_model_parallel_size
+    parallel = base.parallel
+    stages = parallel.pipeline_model_parallel_size
+    return parallel.tensor_model_parallel_size * stages * parallel.context_parallel_size
 
 
 def _paper(base: Config) -> Published | None:
@@ -220,7 +222,7 @@ def _point(request: ExperimentRequest, base: Config, value: int) -> Point:
         batch = (request.batch or kind.batch) * value * sizes["mbs"]
     sizes |= {"batch": batch, kind.varies: value}
     tensor, pipeline, micro, batch = (sizes[name] for name in ("tp", "pp", "mbs", "batch"))
-    world = tensor * pipeline * sizes["dp"]
+    world = tensor * pipeline * base.parallel.context_parallel_size * sizes["dp"]
     tasks = min(world, request.tasks_per_node)
     # Use a smaller batch during the warm-up if that is faster: once the pipeline is full,
     # compilation, allocation and connections do not depend on the number of micro-batches.
@@ -242,8 +244,8 @@ def _point(request: ExperimentRequest, base: Config, value: int) -> Point:
     problem = None
     if world % tasks:
         problem = (
-            f"{world} processes do not fill nodes of {tasks}: choose TP x PP x replicas as a "
-            f"multiple of {tasks}"
+            f"{world} processes do not fill nodes of {tasks}: choose TP x PP x CP x replicas as "
+            f"a multiple of {tasks}"
         )
     else:
         try:
@@ -478,6 +480,7 @@ def table(points: Sequence[Point], root: Path) -> Table:
             layout = (
                 parallel.tensor_model_parallel_size,
                 parallel.pipeline_model_parallel_size,
+                parallel.context_parallel_size,
                 parallel.data_parallel_size,
             )
             sizes = [
@@ -496,7 +499,9 @@ def table(points: Sequence[Point], root: Path) -> Table:
             times[2] += ": too short" * (not point.fits_alone)
         state = state_of(root / point.name, point)[0]
         rows.append((point.name, f"{point.nodes}", f"{point.world:,}", *sizes, *times, state))
-    head = "point,nodes,GCDs,TPxPPxDP,micro,batch,bubble,s/step,time,longest job,node-hours,state"
+    head = (
+        "point,nodes,GCDs,TPxPPxCPxDP,micro,batch,bubble,s/step,time,longest job,node-hours,state"
+    )
     title = (
         f"{first.experiment}: {first.warm_up} warm-up and {first.iterations} measured step(s) at "
         "each point"

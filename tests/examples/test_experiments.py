@@ -73,6 +73,15 @@ def test_scaling_is_the_papers():
             ]
 
 
+def test_a_replica_has_context_parallel_ranks_too():
+    for model, flags, each in (
+        ("tiny", ("--context-parallel-size", "2"), 2),
+        ("llama-8b-1m-frontier", (), 256),
+    ):
+        points = plan(ExperimentRequest("weak", model, values=(2, 4), batch=4, flags=flags))
+        assert layouts(points) == [(2 * each, 2, 8), (4 * each, 4, 16)]
+
+
 def test_sweeps_vary_one_thing():
     fixed = {
         "tp": ("pp", "dp", "mbs", "batch"),
