@@ -13,7 +13,7 @@
 #   MODEL        22b, 175b, 1t, or any preset           RECIPE      paper or frontier
 #   VALUES       values of the size that varies, such as "1 2 4": replicas in weak and strong scaling
 #   BATCH        sequences per replica for weak, micro-batches per stage for pp-bubble, otherwise sequences of every
-#                point; KINDS=batch, which varies them, refuses it
+#                point; without effect on the experiment batch, which varies them
 #   ITERATIONS   measured steps of each point           WARM_UP     steps before them
 #   OUT          folder of results, with a subfolder for each experiment
 #   SIDE_BY_SIDE 1: points share the allocation on disjoint nodes; 0: one after another
@@ -36,7 +36,7 @@ experiment() {
     local flags=(--preset "$MODEL" --recipe "$RECIPE" --iterations "$ITERATIONS" --warm-up "$WARM_UP")
     flags+=(--launcher "$LAUNCHER" --out "$(results)/$kind-$MODEL$recipe")
     [[ -z ${VALUES:-} ]] || flags+=(--values "$VALUES")
-    [[ -z ${BATCH:-} ]] || flags+=(--batch "$BATCH")
+    [[ -z ${BATCH:-} || $kind == batch ]] || flags+=(--batch "$BATCH")
     [[ -z ${POINT_LIMIT:-} ]] || flags+=(--limit "$POINT_LIMIT")
     [[ -z ${SITE_CLUSTER:-} ]] || flags+=(--cluster "$SITE_CLUSTER")
     [[ -z ${TASKS_PER_NODE:-} ]] || flags+=(--tasks-per-node "$TASKS_PER_NODE")

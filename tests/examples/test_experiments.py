@@ -367,13 +367,15 @@ def test_a_dry_run_shows_points_and_costs_and_nothing_is_submitted_by_accident(
     planner = tmp_path / "planner"
     planner.write_text('#!/bin/bash\nshift\nprintf "%s|" "$@"; echo\n')
     planner.chmod(0o755)
-    done = script(name, "--dry-run", PYTHON=str(planner), OUT=str(tmp_path / "runs"))
+    done = script(name, "--dry-run", PYTHON=str(planner), OUT=str(tmp_path / "runs"), BATCH="256")
     assert done.returncode == 0, done.stderr
     for line, kind in zip(done.stdout.splitlines(), kinds, strict=True):
         words = line.split("|")
         options = dict(itertools.pairwise(words))
         assert f"{words[0]}-{options['--preset']}" == kind and words[-2] == "--dry-run"
         assert options["--out"] == f"{tmp_path}/runs/{kind}-{options['--recipe']}"
+        # the tool refuses the size that varies
+        assert options.get("--batch") == (None if words[0] == "batch" else "256")
     done = script(name, PYTHON=str(planner))
     assert (done.returncode, done.stdout) == (2, "") and done.stderr
 
