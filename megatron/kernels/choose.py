@@ -72,8 +72,9 @@ class AttentionFeatures:
     alibi     whether positions are encoded by ALiBi
     ring      whether keys and values rotate over context-parallel ranks: a kernel must then return
               the logarithms with which partial softmaxes are merged
-    odd_heads whether the head size is one that flash kernels lack: over 256 or no multiple of 8;
-              matters only for a ring
+    large_heads  whether heads have over 256 entries, which flash kernels lack
+    odd_heads whether the head size is no multiple of 8, which flash kernels lack; matters only for
+              a ring: elsewhere heads are padded
     """
 
     drops: bool = False
@@ -81,6 +82,7 @@ class AttentionFeatures:
     capped: bool = False
     alibi: bool = False
     ring: bool = False
+    large_heads: bool = False
     odd_heads: bool = False
 
     @classmethod
@@ -90,7 +92,8 @@ class AttentionFeatures:
         return cls(
             ring=config.parallel.ring_size > 1,
             alibi=model.position_embedding_type == "alibi",
-            odd_heads=model.kv_channels % 8 > 0 or model.kv_channels > 256,
+            large_heads=model.kv_channels > 256,
+            odd_heads=model.kv_channels % 8 > 0,
             drops=model.attention_dropout > 0.0,
             windowed=model.window(layer) is not None,
             capped=model.attention_logit_softcapping is not None,
@@ -126,6 +129,8 @@ def _why_no_flash(
         return f"does not compute in {dtype_name}"
     if reason := _import_problem("flash_attn", "flash_attn_func") or _too_old_for_flash_attention():
         return reason
+    if features.large_heads:
+        return "has no heads of over 256 entries"
     # flash-attn's window_size, alibi_slopes and softcap were added in these versions
     if features.windowed and _older(version, (2, 3)):
         return "has no windows before version 2.3"
@@ -198,7 +203,8 @@ def choose_attention(
         # On a CPU torch's kernel takes 0.6 to 0.9 of the time of blocked attention, in all dtypes:
         # a ring's rectangle of scores has no masked corner that blocks could skip, and torch's
         # result is merged once, not once per block.
-        lacks = features.windowed or features.drops or features.alibi or features.odd_heads
+        odd = features.odd_heads or features.large_heads
+        lacks = features.windowed or features.drops or features.alibi or odd
         returns = not lacks and _returns_logarithms(device_type, dtype_name)
         return "torch" if returns else "blocked"
     host = device_type == "cpu" and _loaded("cpu")

@@ -6,8 +6,10 @@ import sys
 import pytest
 import torch
 
+from megatron.config import Config
 from megatron.config.training import KernelConfig
 from megatron.kernels import choose, library
+from tests.helpers.tiny import MODEL
 
 NAMES = ("flash_attn", "apex", "amp_C", "fused_layer_norm_cuda")
 
@@ -83,10 +85,13 @@ def test_flash_attention_that_works(flash):
         ("2.5.9", None, dict(capped=True), "blocked", "2.6"),
         ("2.8.3", None, dict(capped=True, drops=True), "blocked", "dropout"),
         ("2.8.3", "6.2", dict(capped=True), "blocked", "ROCm"),
+        ("2.8.3", None, dict(large_heads=True), "torch", "256"),
+        ("2.8.3", None, dict(odd_heads=True), "flash", ""),
         # its kernels within a ring
         ("2.7.0", None, dict(ring=True, windowed=True, capped=True), "flash", ""),
         ("2.6.3", None, dict(ring=True), "torch", "2.7"),
         ("2.8.3", None, dict(ring=True, odd_heads=True), "blocked", "size"),
+        ("2.8.3", None, dict(ring=True, large_heads=True), "blocked", "256"),
         ("2.8.3", None, dict(ring=True, drops=True), "blocked", "dropout"),
     ],
 )
@@ -109,6 +114,12 @@ def test_flash_attention_that_cannot_do_all(
     assert backend == chosen
     (line,) = choose.packages(KernelConfig(), "cuda", "bfloat16", backend, asked)
     assert named in line and ("used" in line) == (chosen == "flash")
+
+
+def test_head_sizes_that_kernels_lack():
+    for size, large, odd in ((256, False, False), (264, True, False), (20, False, True)):
+        features = choose.AttentionFeatures.of_layer(Config.create(**MODEL, kv_channels=size), 0)
+        assert (features.large_heads, features.odd_heads) == (large, odd)
 
 
 def test_a_build_for_rocm_that_ignores_windows(flash, monkeypatch):
