@@ -140,8 +140,8 @@ def round_(target: Tensor, x: Tensor, step: int) -> None:
     The probability of rounding away from 0 is the position of the value in the gap between the two,
     from 0 to 1. The 16 random bits that decide are a hash of the value and the step. Thus all ranks
     that hold the same value round it in the same way, on any layout and after a resume, and no
-    generator is needed. Values that bf16 can represent are unchanged. The kernel uses the same hash
-    (`stochastic` in csrc/kernels/adamw.cpp).
+    generator is needed. Values that bf16 can represent are unchanged, and NaNs remain NaNs. The
+    kernel uses the same hash (`stochastic` in csrc/kernels/adamw.cpp).
     """
     bits = x.view(torch.int32)
     random = (bits * _ODDS[0]).add_((step * _ODDS[1] + 2**31) % 2**32 - 2**31)
@@ -149,7 +149,8 @@ def round_(target: Tensor, x: Tensor, step: int) -> None:
     # the next bf16 number would reach it too soon.
     random.bitwise_xor_(random >> 15).mul_(_ODDS[2])
     random.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
-    target.copy_(random.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32))
+    rounded = random.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32)
+    target.copy_(rounded.masked_fill_(x.isnan(), math.nan))
 
 
 @torch.no_grad()

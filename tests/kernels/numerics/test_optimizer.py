@@ -331,6 +331,10 @@ def test_rounding_is_between_neighbours_and_right_on_average():
     errors = (total / steps - x.double()).abs() / (up - down).abs().double()
     assert errors.max() < 5 / (2 * steps**0.5)
     assert (errors[-3:] == 0).all()
+    # with all bits of the mantissa, as GPUs make them, and with the lowest one only
+    nans = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    round_(out[:3], nans, steps)
+    assert out[:3].isnan().all()
 
 
 # -- scaling and norm ------------------------------------------------------------------------------
