@@ -5,7 +5,7 @@
 # Print the Python for planning: PYTHON, or that of the site or of this clone, or any python3.
 planning_python() {
     local candidate
-    for candidate in "${PYTHON:-}" "${SITE_VENV:-}/bin/python" "$MEGATRON_ROOT/.venv-frontier/bin/python" \
+    for candidate in "${PYTHON:-}" "${SITE_VENV:+$SITE_VENV/bin/python}" "$MEGATRON_ROOT/.venv-frontier/bin/python" \
         "$MEGATRON_ROOT/.venv/bin/python" python3; do
         if command -v "$candidate" >/dev/null 2>&1; then
             printf '%s' "$candidate"
