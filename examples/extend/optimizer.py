@@ -24,7 +24,7 @@ class Normalized(torch.optim.Optimizer):
     @staticmethod
     def full_parameters(name: str, shape: tuple[int, ...]) -> bool:
         """Return whether a parameter is a matrix of a layer."""
-        return len(shape) > 1 and name.startswith("layers.")
+        return len(shape) > 1 and name.startswith("layers.") and not name.endswith(".bias")
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
