@@ -13,9 +13,9 @@ Every token is predicted once, from the tokens before it: windows of --context t
 smaller stride gives more context and takes longer. As in training, an end-of-document token (EOD)
 separates documents and is predicted as well; one also precedes the first document of the texts and,
 if the checkpoint has a tokenizer, each file of tokens. If the training left the first token of each
-document out of the loss (--eod-mask-loss or best-fit packing), so does the evaluation. Model and
-tokenizer are those of the checkpoint; the layout may differ from that of the training, and the
-result does not depend on it.
+document out of the loss (--eod-mask-loss or best-fit packing), so does the evaluation, also in the
+bytes of the text. Model and tokenizer are those of the checkpoint; the layout may differ from that
+of the training, and the result does not depend on it.
 
 A file of --tasks has JSON lines, {"context": "...", "choices": ["...", "..."], "answer": 0} (multiple choice) or
 {"context": "...", "ending": "..."} (cloze). The most likely choice is found in three ways: by the sum of its tokens'
@@ -285,8 +285,8 @@ class Input:
 
     names       paths of the files, or prefixes of the token files
     size_bytes  total size of the files
-    bytes       bytes of the text read so far, valid on the first rank only; None if they cannot be
-                counted without a tokenizer
+    bytes       bytes of the text read so far, apart from first tokens that are not in the loss;
+                valid on the first rank only; None if they cannot be counted without a tokenizer
     """
 
     def __init__(self, args: argparse.Namespace, trained: Trained) -> None:
@@ -338,17 +338,24 @@ class Input:
             0,
             0,
         )  # tokens and bytes of the input up to the start and up to the end of the last segment
+        # best-fit packing trains no prediction of a document's first token either
+        self._masked = config.data.eod_mask_loss or config.data.data_packing == "best-fit"
         self._trained, self._windows = (
             trained,
             tokens.windows(self._token_arrays(), context, self.stride),
         )
 
     def _token_arrays(self) -> Iterator[npt.NDArray[Any]]:
+        tokenizer = self._trained.tokenizer
+        last = None
         for segment in self._segments:
             self._before = self._after
             self._after = self._before[0] + len(segment.tokens), segment.read_bytes
             if self.bytes is not None:
                 self.bytes += segment.text_bytes or 0
+            if self.bytes is not None and self._masked and tokenizer is not None:
+                self.bytes -= tokens.first_bytes(segment.tokens, last, tokenizer)
+                last = segment.tokens[-1] if len(segment.tokens) else last
             yield segment.tokens
 
     def steps(self, progress: ByteProgress | None, start: float) -> Iterator[list[MicroBatch]]:
@@ -386,9 +393,7 @@ class Input:
         for row, window in enumerate(windows):
             ids[row] = window.tokens
             counts[row, window.start : window.stop] = 1.0
-        # best-fit packing trains no prediction of a document's first token either
-        unseen = data.eod_mask_loss or data.data_packing == "best-fit"
-        separation = dataclasses.replace(Separation.of(data, tokenizer), eod_mask_loss=unseen)
+        separation = dataclasses.replace(Separation.of(data, tokenizer), eod_mask_loss=self._masked)
         batch = make_micro_batch(ids, separation=separation)
         mask = batch.loss_mask * torch.from_numpy(counts)
         return dataclasses.replace(batch, loss_mask=mask).to(self._trained.topology.device)

@@ -39,25 +39,33 @@ def gpt2():
 def folder(tmp_path_factory):
     """Provide a checkpoint of that model, and DOCUMENTS as text and as token files."""
     folder = tmp_path_factory.mktemp("evaluate")
-    config = Config.create(**{**GPT2, "tokenizer_type": "NullTokenizer"})
     weights = {f"master.{name}": value.contiguous() for name, value in gpt2()[1].items()}
-    make(folder / "checkpoint", 7, weights, config=plain(config))
+    for name, masked in (("checkpoint", False), ("masked", True)):
+        config = Config.create(
+            **GPT2 | {"tokenizer_type": "NullTokenizer", "eod_mask_loss": masked}
+        )
+        make(folder / name, 7, weights, config=plain(config))
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
     write_documents(folder / "data", [[*document, V - 1] for document in DOCUMENTS])
     return folder
 
 
-def run(folder, n, *words, **options):
-    base = ["--load", str(folder / "checkpoint"), "--format", "json"]
+def run(folder, n, *words, load="checkpoint", **options):
+    base = ["--load", str(folder / load), "--format", "json"]
     outcomes = launch(n, [*base, *words], script="tools/evaluate.py", **options)
     return [outcome for outcome in outcomes if outcome is not None]
 
 
-def expected(context, stride):
-    """Return the mean loss of all tokens but the first, each from the tokens of its window."""
+def expected(context, stride, masked):
+    """Return the mean loss of all tokens but the first, each from the tokens of its window.
+
+    masked   leave out the first token of each document
+    """
     sequence = [i for document in DOCUMENTS for i in (V - 1, *document)]
     losses = []
     for at in range(1, len(sequence)):
+        if masked and sequence[at - 1] == V - 1:
+            continue
         begin = stride * max(0, math.ceil((at - context) / stride))
         with torch.no_grad():
             logits = gpt2()[0](torch.tensor([sequence[begin:at]])).logits[0, -1]
@@ -67,28 +75,36 @@ def expected(context, stride):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "words", "stride"),
+    ("load", "processes", "words", "stride"),
     [
-        (2, ["--text", "text.jsonl", "--stride", "3", "--micro-batch-size", "3"], 3),
-        (2, ["--data-path", "data", "--stride", str(S), "--tensor-model-parallel-size", "2"], S),
-        (2, ["--text", "text.jsonl", "--context-parallel-size", "2"], S // 2),
+        ("checkpoint", 2, "--text text.jsonl --stride 3 --micro-batch-size 3", 3),
+        ("checkpoint", 2, f"--data-path data --stride {S} --tensor-model-parallel-size 2", S),
+        ("checkpoint", 2, "--text text.jsonl --context-parallel-size 2", S // 2),
+        ("masked", 1, "--data-path data", S // 2),
     ],
 )
-def test_loss_is_that_of_each_token_in_its_window(folder, tmp_path, processes, words, stride):
+def test_loss_is_that_of_each_token_in_its_window(folder, tmp_path, load, processes, words, stride):
     """The reference is Hugging Face's GPT-2 in float64, one call for each token.
 
     Standard output has the result alone.
     """
-    paths = [str(folder / word) if word in ("text.jsonl", "data") else word for word in words]
-    outcomes = run(folder, processes, *paths, arm={0: (chatter, str(tmp_path / "log"))})
+    paths = [
+        str(folder / word) if word in ("text.jsonl", "data") else word for word in words.split()
+    ]
+    arm = {0: (chatter, str(tmp_path / "log"))}
+    outcomes = run(folder, processes, *paths, load=load, arm=arm)
     assert [outcome.code for outcome in outcomes] == [0] * processes, outcomes
     result = json.loads(outcomes[0].output)
-    assert "[Gloo]" in (tmp_path / "log").read_text()
-    loss = expected(S, stride)
+    assert processes == 1 or "[Gloo]" in (tmp_path / "log").read_text()
+    masked = load == "masked"
+    loss = expected(S, stride, masked)
     assert result["loss"] == pytest.approx(loss, rel=1e-5)
     assert result["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
     number = sum(map(len, DOCUMENTS)) + len(DOCUMENTS) - 1
     size = sum(map(len, TEXTS))
+    if masked:
+        number -= len(DOCUMENTS)
+        size -= sum(len(text.split()[0]) for text in TEXTS)
     assert (result["tokens"], result["bytes"], result["iteration"]) == (number, size, 7)
     assert result["bits_per_byte"] == pytest.approx(loss * number / math.log(2) / size, rel=1e-5)
 

@@ -189,8 +189,7 @@ def file_segments(
     decode the tokens to count the bytes of the text; a sequence of more than SEGMENT_TOKENS tokens
     is decoded in segments. Raises DataError for damaged files and for ids of another vocabulary.
     """
-    # Tokens that the tokenizer puts around every text are not part of the text.
-    marks = [] if tokenizer is None else [tokenizer.eod, *tokenizer.encode("")]
+    marks = [] if tokenizer is None else _marks(tokenizer)
     before = 0
     for prefix in prefixes:
         data = IndexedDataset(prefix)
@@ -217,6 +216,23 @@ def file_segments(
                 )
             yield TokenSegment(tokens[:left], text_bytes, before)
             left -= len(tokens)
+
+
+def first_bytes(tokens: Ids, before: int | None, tokenizer: Tokenizer) -> int:
+    """Return the bytes of text in the tokens that follow an EOD; `before` precedes `tokens`.
+
+    A character that such a token does not complete belongs to the next one.
+    """
+    follow = np.concatenate([[before == tokenizer.eod], tokens[:-1] == tokenizer.eod])
+    firsts = tokens[follow[: len(tokens)] & ~np.isin(tokens, _marks(tokenizer))]
+    ids, counts = np.unique(firsts, return_counts=True)
+    sizes = [len(tokenizer.decode([i]).rstrip("\ufffd").encode()) for i in ids.tolist()]
+    return int(np.dot(sizes, counts))
+
+
+def _marks(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that separate or surround texts, and are no part of them."""
+    return [tokenizer.eod, *tokenizer.encode("")]
 
 
 def _runs(sizes: npt.NDArray[np.int32]) -> Iterator[SequenceSlices]:

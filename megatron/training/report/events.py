@@ -415,7 +415,8 @@ class Generated(Event):
 class Evaluated(Event):
     """Loss of a checkpoint on whole files, by tools/evaluate.py.
 
-    bytes and bits_per_byte are None if the size of the text is unknown. context is the number of
+    bytes and bits_per_byte are None if the size of the text is unknown; bytes are those of the
+    tokens, so without first tokens of documents that are not in the loss. context is the number of
     tokens in a window, stride the number between the starts of two windows.
     """
 
