@@ -242,6 +242,8 @@ def _completed(
 def _check_names(source: SourceCheckpoint, shapes: Mapping[str, Any]) -> None:
     missing = [name for name in shapes if name not in source.parameters]
     unknown = [name for name in source.parameters if name not in shapes]
+    if OUTPUT_LAYER in unknown and _is_tied_copy(source):
+        unknown.remove(OUTPUT_LAYER)
     lists = (("it has no", missing), ("it also has", unknown))
     if problems := [f"{what} {named(names)}" for what, names in lists if names]:
         hint = " (--untie-embeddings-and-output-weights?)" if OUTPUT_LAYER in unknown else ""
@@ -249,6 +251,17 @@ def _check_names(source: SourceCheckpoint, shapes: Mapping[str, Any]) -> None:
             f"{source.folder} has other parameters than a model with these settings: "
             f"{'; '.join(problems)}{hint}"
         )
+
+
+def _is_tied_copy(source: SourceCheckpoint) -> bool:
+    """Return whether the output layer equals the embedding.
+
+    Megatron core stores a tied embedding under both names if it has several pipeline stages.
+    """
+    both = [source.parameters.get(name, []) for name in (OUTPUT_LAYER, WORD_EMBEDDINGS)]
+    return len(both[0]) == len(both[1]) and all(
+        torch.equal(one.values(), other.values()) for one, other in zip(*both, strict=True)
+    )
 
 
 def convert(
@@ -328,11 +341,10 @@ def _value(plan: Plan, name: str, shard: ParameterShard, kind: str) -> torch.Ten
 
     Raises CheckpointError if a master does not round to the weight.
     """
-    load = shard.load or (lambda: shard.weight)
     if shard.state is None or not plan.optimizer:
-        return load().float()
+        return shard.values().float()
     value = shard.state(kind).detach().float()
-    if kind == "master" and not torch.equal(value.to(shard.weight.dtype), load()):
+    if kind == "master" and not torch.equal(value.to(shard.weight.dtype), shard.values()):
         raise CheckpointError(
             f"{plan.source.folder}: the optimizer's fp32 {name} does not round to the weight: the "
             "files are from different steps or layouts. If the weights are the right ones, "

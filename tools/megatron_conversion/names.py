@@ -20,7 +20,8 @@ POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 FINAL_NORM = "final_layernorm"
 
-# Entries that are not parameters: buffers, and the last stage's copy of a tied embedding.
+# Entries that are not parameters: buffers, and the last stage's copy of a tied embedding. Megatron
+# core names this copy as an output layer of its own.
 _IGNORED = re.compile(
     r"(^|\.)(_extra_state|inv_freq|masked_bias)|(^|\.)word_embeddings_for_head\.|(^|\.)rotary_pos_emb\."
 )

@@ -107,6 +107,10 @@ class ParameterShard:
     state: Callable[[str], torch.Tensor] | None = None
     load: Callable[[], torch.Tensor] | None = None
 
+    def values(self) -> torch.Tensor:
+        """Return the shard with its values."""
+        return self.weight if self.load is None else self.load()
+
 
 @dataclass
 class SourceCheckpoint:

@@ -50,10 +50,11 @@ def nested(flat):
     return out
 
 
-def stages(parameters, a, pipeline, chunks):
+def stages(parameters, a, pipeline, chunks, version):
     """Return (pipeline rank, virtual stage) -> its parameters.
 
-    Layers are counted from 0 in each.
+    Layers are counted from 0 in each. In version 3.0 the last one names its copy of a tied
+    embedding as an output layer, as Megatron core does.
     """
     last = pipeline * chunks - 1
     each = a.num_layers // (last + 1)
@@ -67,7 +68,8 @@ def stages(parameters, a, pipeline, chunks):
         out[stage % pipeline, stage // pipeline][name] = x
     if not a.untie_embeddings_and_output_weights and pipeline > 1:
         table = parameters["embedding.word_embeddings.weight"]
-        out[pipeline - 1, chunks - 1]["word_embeddings_for_head.weight"] = table
+        copy = "output_layer" if version == 3.0 else "word_embeddings_for_head"
+        out[pipeline - 1, chunks - 1][f"{copy}.weight"] = table
     return out
 
 
@@ -110,7 +112,7 @@ def write(root, style, tensor=1, pipeline=1, chunks=1, version=3.0, half=True, *
             }
             for kind, tensors in kinds.items()
         }
-        each = {kind: stages(shards, a, pipeline, chunks) for kind, shards in cut.items()}
+        each = {kind: stages(shards, a, pipeline, chunks, version) for kind, shards in cut.items()}
         for p in range(pipeline):
             dtype = torch.float16 if half else torch.float32
             models = [
@@ -152,6 +154,7 @@ def write(root, style, tensor=1, pipeline=1, chunks=1, version=3.0, half=True, *
         ("gpt", 1, 1, 1, 0, True),
         ("gpt", 2, 1, 1, 0, False),
         ("gpt", 2, 2, 1, 1.0, True),
+        ("gpt", 2, 2, 1, 3.0, True),
         ("mixed", 2, 2, 2, 3.0, True),
         ("llama", 1, 2, 2, 2.0, False),
     ],
@@ -224,6 +227,11 @@ def test_errors(tmp_path):
     shapes = planned(tmp_path / "old", {"vocab_size": 60}).shapes
     assert shapes["embedding.word_embeddings.weight"] == (60, 32)
     last = tmp_path / "old" / "iter_0000005" / "mp_rank_01_001" / "model_optim_rng.pt"
+    content = torch.load(last, weights_only=False)
+    content["model"]["language_model"]["output_layer"]["weight"][1, 2] += 1.0
+    torch.save(content, last)
+    with pytest.raises(CheckpointError, match="output_layer.weight"):
+        planned(tmp_path / "old", {"vocab_size": 60})
     last.rename(tmp_path / "hidden")
     refused(tmp_path / "old", tmp_path / "new", "mp_rank_01_001/model_optim_rng.pt")
 
@@ -231,8 +239,7 @@ def test_errors(tmp_path):
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
     write(tmp_path / "old", "gpt", half=False)
     plan = planned(tmp_path / "old", optimizer=False)
-    part = plan.source.parameters["final_layernorm.weight"][0]
-    (part.load or (lambda: part.weight))().fill_(float("nan"))
+    plan.source.parameters["final_layernorm.weight"][0].values().fill_(float("nan"))
     with pytest.raises(CheckpointError, match="final_layernorm.weight"):
         whole_tensor(plan, "master", "final_layernorm.weight")
 
