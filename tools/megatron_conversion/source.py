@@ -329,10 +329,11 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(arguments.get("normalization"), str):
         settings["normalization"] = arguments["normalization"].lower()
     gelu = not any(arguments.get(name) for name in ("swiglu", "squared_relu", "openai_gelu"))
-    if arguments and gelu and arguments.get("bias_gelu_fusion") is False:
-        settings["exact_gelu"] = (
-            True  # Megatron's fused GELU is the tanh approximation; unfused, it is exact
-        )
+    te = arguments.get("use_te_activation_func")
+    if arguments and gelu and arguments.get("bias_gelu_fusion") is False and not te:
+        # Megatron's fused GELU and Transformer Engine's are the tanh approximation; Megatron's
+        # unfused GELU is exact.
+        settings["exact_gelu"] = True
     return {name: value for name, value in settings.items() if value is not None}
 
 

@@ -245,10 +245,14 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
 
 
 def test_gelu_without_fusion_is_the_exact_one():
-    """Only Megatron's fused kernel has the tanh form; settings that are off refuse nothing."""
+    """Megatron's fused kernel and Transformer Engine's have the tanh form.
+
+    Settings that are off refuse nothing.
+    """
     off = dict(qk_l2_norm=False, activation_func_clamp_value=None, glu_linear_offset=0.0)
     assert settings_of({"bias_gelu_fusion": False, **off}) == {"exact_gelu": True}
     assert settings_of({"bias_gelu_fusion": True, **off}) == {}
+    assert settings_of({"bias_gelu_fusion": False, "use_te_activation_func": True}) == {}
     assert settings_of({"bias_gelu_fusion": False, "swiglu": True}) == {"swiglu": True}
 
 
