@@ -55,11 +55,15 @@ from megatron_conversion.convert import (
     reader_of,
     whole_tensor,
 )
+from megatron_conversion.source import PRECISION
 from megatron_conversion.write import TensorShard, rows_of_shards, write_offline
 
 BESIDE = "huggingface"
 """Folder beside a converted checkpoint, with config.json and the files of the tokenizer."""
-_PRECISIONS = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}
+_PRECISIONS: dict[torch.dtype, dict[str, bool]] = {
+    torch.bfloat16: {"bf16": True},
+    torch.float16: {"fp16": True},
+}
 
 Shapes = Mapping[str, tuple[int, ...]]
 T = TypeVar("T")
@@ -120,7 +124,7 @@ def read_folder(folder: Path, chosen: Mapping[str, Any]) -> Incoming:
     expected = tensors_of(FAMILIES[kind], model, shapes)
     locations = find_tensors(folder, FAMILIES[kind], expected)
     dtype = SafetensorsReader(folder, locations)(next(iter(expected))).dtype
-    config = Config.create(**{**settings, **_PRECISIONS.get(dtype, {}), **chosen})
+    config = Config.create(**{**settings, **_precision(dtype, chosen), **chosen})
     return Incoming(folder, kind, config, shapes, locations, dtype)
 
 
@@ -232,7 +236,9 @@ def read_checkpoint(
     average. Raises ConfigError for invalid settings.
     """
     checkpoint = open_checkpoint(find_folder(directory, tag))
-    sections = ("model", "tokenizer", "precision")
+    sections = ["model", "tokenizer"]
+    if not chosen.keys() & PRECISION:
+        sections.append("precision")
     settings: dict[str, Any] = {}
     for section in sections:
         settings |= checkpoint.config.get(section, {})
@@ -281,11 +287,16 @@ def read_foreign(
     dtype = next(
         (shard.weight.dtype for shards in source.parameters.values() for shard in shards), None
     )
-    if dtype in _PRECISIONS and not chosen.keys() & {"bf16", "fp16"}:
-        chosen = {**chosen, **_PRECISIONS[dtype]}
-    plan = plan_conversion(source, chosen)
+    plan = plan_conversion(source, {**_precision(dtype, chosen), **chosen})
     load = partial(whole_tensor, plan, MASTER)
     return Outgoing(folder, plan.config, plan.shapes, load, plan.notes)
+
+
+def _precision(dtype: torch.dtype | None, chosen: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the setting of tensors of this type; none if one is chosen."""
+    if dtype is None or chosen.keys() & PRECISION:
+        return {}
+    return _PRECISIONS.get(dtype, {})
 
 
 def to_huggingface(

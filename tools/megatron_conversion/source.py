@@ -72,6 +72,7 @@ _RUN = (
     "global_batch_size",
     "micro_batch_size",
 )
+PRECISION = {"fp16", "bf16"}  # a choice of one replaces both
 # Arguments that are not supported, unless they are off: (name, values that mean off).
 _UNSUPPORTED = (
     ("num_experts", (None, 0, 1, [1], (1,))),
@@ -344,6 +345,8 @@ def configure(settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[C
     note. Raises CheckpointError, naming the flags of missing settings, and ConfigError if settings
     of the model or of the user are invalid.
     """
+    if chosen.keys() & PRECISION:
+        settings = {name: value for name, value in settings.items() if name not in PRECISION}
     values = {**settings, **chosen}
     needed = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
     missing = [f"--{name.replace('_', '-')}" for name in needed if values.get(name) is None]

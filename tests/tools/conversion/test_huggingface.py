@@ -19,7 +19,7 @@ from megatron_conversion import write
 from megatron_conversion.huggingface import read_folder, to_checkpoint
 from tests.helpers.hugging_face import identical, make, save_tokenizer, tensors
 from tests.helpers.launching import launch
-from tests.tools.conversion.full_tensors import whole_tensors
+from tests.tools.conversion.full_tensors import planned, whole_tensors
 from tests.tools.conversion.test_megatron import write as write_theirs
 from tools.convert_checkpoint import main
 
@@ -65,6 +65,7 @@ def test_there_and_back(llama, tmp_path):
     stored = open_checkpoint(find_folder(native)).config
     assert stored["tokenizer"]["tokenizer_model"] == str(native / "huggingface")
     assert stored["precision"]["bf16"] and stored["model"]["vocab_size"] == len(embedding)
+    assert main(["--dry-run", "--fp16", str(llama)]) == 0  # another type than the folder's
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (back / name).read_bytes() == (llama / name).read_bytes()
 
@@ -157,7 +158,7 @@ def test_straight_from_megatron(tmp_path, style):
     """The same files as by way of a checkpoint of ours."""
     old = str(tmp_path / "old")
     native = str(tmp_path / "native")
-    write_theirs(Path(old), style, 2, 2, 1, 2.0, True)
+    write_theirs(Path(old), style, 2, 2, 1, 2.0, True, fp16=True)
     assert main(["--to", "hf", old, str(tmp_path / "straight")]) == 0
     assert main([old, native]) == 0
     assert main(["--to", "hf", "--fp16", native, str(tmp_path / "detour")]) == 0
@@ -165,6 +166,7 @@ def test_straight_from_megatron(tmp_path, style):
     flags = ["--to", "hf", "--bf16", "--overwrite", native, str(tmp_path / "detour")]
     assert main(flags) == 0
     assert {value.dtype for value in tensors(tmp_path / "detour").values()} == {torch.bfloat16}
+    assert planned(old, {"bf16": True}).notes == planned(old).notes
     assert {value.dtype for value in tensors(tmp_path / "straight").values()} == {torch.float16}
 
 
