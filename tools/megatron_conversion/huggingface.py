@@ -353,6 +353,7 @@ def put_in_place(temporary: Path, folder: Path) -> None:
     sync_directory(temporary)
     old = temporary.with_suffix(".old")
     if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)  # left over, and older than `folder`
         folder.rename(old)
     try:
         temporary.rename(folder)

@@ -163,8 +163,10 @@ def test_straight_from_megatron(tmp_path, style):
     assert main([old, native]) == 0
     assert main(["--to", "hf", "--fp16", native, str(tmp_path / "detour")]) == 0
     identical(tmp_path / "detour", tmp_path / "straight")
+    left_over = tmp_path / ".detour.old"
+    (left_over / "some").mkdir(parents=True)
     flags = ["--to", "hf", "--bf16", "--overwrite", native, str(tmp_path / "detour")]
-    assert main(flags) == 0
+    assert main(flags) == 0 and not left_over.exists()
     assert {value.dtype for value in tensors(tmp_path / "detour").values()} == {torch.bfloat16}
     assert planned(old, {"bf16": True}).notes == planned(old).notes
     assert {value.dtype for value in tensors(tmp_path / "straight").values()} == {torch.float16}
