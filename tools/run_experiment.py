@@ -118,8 +118,8 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--list",
         action="store_true",
-        help="print a job for each point that was not started or was interrupted: name, nodes, time, "
-        "partition",
+        help="print a job for each point that was not started or was interrupted (with "
+        "--retry-failed, also if it failed): name, nodes, time, partition",
     )
     group.add_argument(
         "--print-limit",
@@ -220,10 +220,11 @@ def list_jobs(
 ) -> None:
     """Print the resources of a separate job for each point not yet started, or interrupted.
 
-    A dash stands for the default partition.
+    With --retry-failed, also for those that failed. A dash stands for the default partition.
     """
+    wanted = ["", "interrupted", *[FAILED] * args.retry_failed]
     for point in points:
-        if state_of(root / point.name, point)[0] in ("", "interrupted"):
+        if state_of(root / point.name, point)[0] in wanted:
             partition = args.partition if point.fits_alone else point.queue or args.partition
             print(
                 point.name,

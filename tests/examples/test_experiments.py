@@ -382,7 +382,7 @@ def test_a_dry_run_shows_points_and_costs_and_nothing_is_submitted_by_accident(
 
 @pytest.mark.slow
 def test_submission_asks_for_what_the_points_need(tmp_path):
-    """Submission asks for one job of the largest size, or one for each point.
+    """Submission asks for one job of the largest size, or one for each point, failed ones included.
 
     A stub of sbatch notes its arguments.
     """
@@ -399,7 +399,11 @@ def test_submission_asks_for_what_the_points_need(tmp_path):
     path = f"{ROOT}/examples/frontier/strong_scaling.sh"
     assert (tmp_path / "calls").read_text() == f"-N 384 -t 12:00:00 {path}\n"
     (tmp_path / "calls").unlink()
-    assert script("strong_scaling.sh", "--one-at-a-time", SUBMIT="each", **more).returncode == 0
+    failed = tmp_path / "runs/strong-1t-paper/gcds-00512/result.json"
+    failed.parent.mkdir(parents=True)
+    failed.write_text('{"status": "failed", "kind": "crash", "reason": "node lost"}')
+    more |= {"SUBMIT": "each", "RETRY_FAILED": "1"}
+    assert script("strong_scaling.sh", "--one-at-a-time", **more).returncode == 0
     # 1T on 64 nodes takes longer than the 2 h of such a small job.
     expected = {
         64: "24:00:00 -p extended",
