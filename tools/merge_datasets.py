@@ -171,24 +171,24 @@ def _merge_records(
 ) -> None:
     """Record which tokenizer wrote the data, if all inputs name the same one.
 
-    `say` is called for inputs that name another one than the first input does.
+    `say` is called for inputs that name another one than the first input that names one.
     """
     records = {os.fspath(prefix): read_record(prefix) for prefix in inputs}
-    (first, record), *rest = records.items()
+    known = {prefix: record for prefix, record in records.items() if record is not None}
+    if not known:
+        return
+    (first, record), *rest = known.items()
+    alike = True
     for prefix, other in rest:
-        if (
-            record
-            and other
-            and (record.digest, record.vocab_size) != (other.digest, other.vocab_size)
-        ):
+        if (record.digest, record.vocab_size) != (other.digest, other.vocab_size):
+            alike = False
             say(
                 f"{prefix} was written with {other.tokenizer} of {other.vocab_size} ids, {first} "
                 f"with {record.tokenizer} of {record.vocab_size}: their ids mean different texts"
             )
-    known = [other for other in records.values() if other is not None]
-    alike = {(other.digest, other.vocab_size) for other in known}
-    if record is not None and len(known) == len(records) and len(alike) == 1:
-        replace(record, job="", largest_id=max(other.largest_id for other in known)).write(output)
+    if alike and len(known) == len(records):
+        largest = max(other.largest_id for other in known.values())
+        replace(record, job="", largest_id=largest).write(output)
 
 
 def _open(prefix: str | os.PathLike[str]) -> IndexedDataset:

@@ -104,8 +104,9 @@ def test_a_record_goes_where_its_data_go(tmp_path, capsys):
     record = json.loads((tmp_path / "all.tokenizer.json").read_text())
     assert record["largest_id"] == ord("z") and check(f"{tmp_path}/all", bytes_)[1] == 0
     third = write(tmp_path, "c", other_file(tmp_path, swap), ["abc"])
+    write_documents(tmp_path / "unknown", [[1]])
     capsys.readouterr()
-    assert merge_datasets.main([*words, first, third]) == 0
+    assert merge_datasets.main([*words, str(tmp_path / "unknown"), first, third]) == 0
     assert first in capsys.readouterr().err and not (tmp_path / "all.tokenizer.json").exists()
     write_documents(first, [[1]])  # by another program
     assert check(first, bytes_)[1] == 1
