@@ -18,6 +18,7 @@ ones), finish (end_token, stop_string, max_new_tokens or context) and seed.
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import os
 import sys
@@ -250,6 +251,8 @@ def read_prompts(path: str, json_key: str, seed: int) -> list[SeededPrompt]:
             prompt_seed = (seed + number - 1) % (_MOST_SEED + 1)
             if rows and not line.strip():
                 continue
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             try:
                 text = line.decode().rstrip("\r\n")
             except UnicodeDecodeError as error:
