@@ -103,7 +103,7 @@ def train_vocabulary(
     without a piece are encoded as bytes, so decode(encode(text)) is the text, except that U+2581,
     SentencePiece's mark for a space, becomes a space. With `on_bad_input` 'skip', unusable
     documents are left out, and `say` is called once, with a note of their number and the first one.
-    Lines of more than _MAX_LINE_BYTES are left out.
+    Lines of more than _MAX_LINE_BYTES are left out, and `say` is called with their number.
 
     Raises DataError for unusable input and if the model cannot be written, ConfigError for a
     vocabulary that is too small or that the text cannot fill.
@@ -117,11 +117,13 @@ def train_vocabulary(
     if bad:
         say(f"{len(bad)} unusable documents were skipped, the first: {bad[0]}")
     random.Random(seed).shuffle(documents)
-    lines = _sample_lines(documents, sample_bytes)
+    lines, long = _sample_lines(documents, sample_bytes)
+    if long:
+        say(f"{long} lines of more than {_MAX_LINE_BYTES} bytes were left out of the sample")
     if not lines:
         raise DataError(
-            f"{', '.join(map(str, inputs))}: no text to train on, apart from lines of more than 4000 "
-            "bytes, which are left out"
+            f"{', '.join(map(str, inputs))}: no text to train on, apart from lines of more than "
+            f"{_MAX_LINE_BYTES} bytes, which are left out: cut them"
         )
     model = io.BytesIO()
     try:
@@ -184,24 +186,27 @@ def _texts(
         yield from documents.texts[0]
 
 
-def _sample_lines(documents: Sequence[str], sample_bytes: int) -> list[str]:
-    """Return the lines of the first documents until they have `sample_bytes`.
+def _sample_lines(documents: Sequence[str], sample_bytes: int) -> tuple[list[str], int]:
+    """Return the lines of the first documents until they have `sample_bytes`, and how many are long.
 
     Blank and long lines are left out. Documents can be cut into lines because newlines are symbols:
     no piece spans two lines.
     """
     lines: list[str] = []
     size = 0
+    long = 0
     for document in documents:
         for line in document.split("\n"):
             encoded = len(line.encode())
             # Tabs are symbols, too, and reserved in training. Long lines are data, not text.
-            if line.strip() and encoded <= _MAX_LINE_BYTES:
+            if encoded > _MAX_LINE_BYTES:
+                long += 1
+            elif line.strip():
                 lines += [segment for segment in line.split("\t") if segment]
                 size += encoded
             if size >= sample_bytes:
-                return lines
-    return lines
+                return lines, long
+    return lines, long
 
 
 @as_tool

@@ -1,5 +1,6 @@
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,15 @@ def test_trained_vocabulary_loses_nothing(model, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_bad_lines_are_refused_or_left_out(model, tmp_path):
+def test_bad_lines_are_refused_or_left_out(model, tmp_path, capsys):
     corpus = tmp_path / "bad.jsonl"
     lines = model.with_name("corpus.jsonl").read_text()
-    corpus.write_text("{x\n" + lines + '{"no": 1}\n')
+    long = json.dumps({"text": "word " * 1000 + "\n" + "x" * 4001}) + "\n"
+    corpus.write_text("{x\n" + lines + '{"no": 1}\n' + long)
     words = ["--input", str(corpus), "--output", str(tmp_path / "m"), "--vocab-size", "600"]
     assert train_tokenizer.main(words) == 2 and not (tmp_path / "m").exists()
+    capsys.readouterr()
     assert train_tokenizer.main([*words, "--on-bad-input", "skip"]) == 0
+    bad, left_out = capsys.readouterr().err.splitlines()
+    assert str(corpus) in bad and re.findall(r"\d+", left_out) == ["2", "4000"]
     assert (tmp_path / "m").read_bytes() == model.read_bytes()
