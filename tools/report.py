@@ -91,12 +91,12 @@ def main(argv: Sequence[str]) -> int:
     else:
         path = Path(args.output) if args.output else folder / f"report.{args.format}"
         print(f"wrote {write_text(path, text, choose='another --output')}")
-    if args.picture is not None:
-        written = draw(runs, args.picture, args.title or "")
-        print(f"wrote {written}", file=sys.stderr if args.output == "-" else sys.stdout)
     if not any(run.of("iteration") or run.of("validation") for run in runs):
         print_error(f"none of {len(runs)} run(s) has logged a step or an evaluation")
         return 1
+    if args.picture is not None:
+        written = draw(runs, args.picture, args.title or "")
+        print(f"wrote {written}", file=sys.stderr if args.output == "-" else sys.stdout)
     return 0
 
 

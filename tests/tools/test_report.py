@@ -299,6 +299,8 @@ def test_where_it_is_written(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert report.main([str(run), "--format", "md", "--output", "-"]) == 0
     assert capsys.readouterr().out == (run / "report.md").read_text()
+    words[0] = str(write(tmp_path / "started", a_run()[:1]))
+    assert report.main(words) == 1 and Path(words[0], "report.md").exists()
 
 
 RUN = records(settings("22b", 1, 8, 1, 640), [420.0] * 4)
