@@ -173,7 +173,8 @@ def test_token_files_are_read_as_their_text(bos, tmp_path, monkeypatch):
     texts = ["ab", "x" * 130, "größer", *map(str, range(50))]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"k": t}) + "\n" for t in texts))
     prefix = str(tmp_path / "data")
-    write_documents(tmp_path / "data", [[*tokenizer.encode(t), tokenizer.eod] for t in texts])
+    documents = [[*tokenizer.encode(t), tokenizer.eod] for t in texts]
+    write_documents(tmp_path / "data", [*documents, []])
     theirs = list(
         tokens.text_segments(tokens.text_sources([str(tmp_path / "text.jsonl")]), "k", tokenizer)
     )

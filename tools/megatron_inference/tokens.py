@@ -196,7 +196,8 @@ def file_segments(
         left = data.num_tokens
         if tokenizer is not None:
             yield TokenSegment(np.array([tokenizer.eod], np.int64), 0, before)
-            last = data[len(data) - 1] if len(data) else np.empty(0)
+            empty = int(np.argmax(data.sizes[::-1] > 0)) if len(data) else 0  # at the end
+            last = data[len(data) - 1 - empty] if len(data) else np.empty(0)
             left -= len(last) > 0 and int(last[-1]) == tokenizer.eod
         for slices in _runs(data.sizes):
             tokens = np.empty(int(slices.lengths.sum()), np.int64)
