@@ -268,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(run.name, file=sys.stderr, flush=True)
             yield run
 
-    good = True
+    compared: list[Compared] = []
     for proof, title in TITLES.items():
         if proof != options.part and (options.part != "all" or proof == "device"):
             continue
@@ -285,6 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows += map(compare_process, chosen(PROCESSES))
         else:
             rows += compare_device([*chosen(DEVICE_RUNS)])
+        if not rows:
+            continue
         if options.markdown:
             print(*markdown(table(rows)), sep="\n")
         else:
@@ -294,8 +296,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             most = f"largest difference {100 * max(errors):.2f} % of {len(errors)} ranks"
             print(f"{most} with a limit of {100 * limit:.0f} %")
         print(f"the limits {'hold' if holds(rows) else 'do not hold'}\n")
-        good = good and holds(rows)
-    return 0 if good else 1
+        compared += rows
+    if not compared:
+        made.error(f"--only {' '.join(options.only or ())}: no layout has such a name")
+    return 0 if holds(compared) else 1
 
 
 if __name__ == "__main__":

@@ -67,6 +67,12 @@ def test_a_script(name, run, tmp_path):
     assert figures in run(name, *words)
 
 
+def test_no_comparison_is_no_success(run):
+    with pytest.raises(SystemExit) as ended:
+        run("memory_model", "--part", "formulas", "--only", "nowhere")
+    assert ended.value.code == 2
+
+
 @pytest.mark.slow
 def test_bench_has_a_row_of_ours_and_all_parts(run, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure_ceilings", lambda *_: {"bf16, 1 x 1 thread(s)": 1.0})
