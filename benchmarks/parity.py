@@ -97,8 +97,14 @@ def cases(device: str, devices: int) -> list[ParityCase]:
 
 
 def furthest(records: dict[int, Record], expected: dict[int, Record], key: str) -> float:
-    """Return the largest relative difference of a step; infinite if steps are missing or skipped."""
-    if records.keys() != expected.keys() or any(record["skipped"] for record in records.values()):
+    """Return the largest relative difference of a step.
+
+    It is infinite if steps are missing or skipped, or if a value is not finite, which is None.
+    """
+    every = [*records.values(), *expected.values()]
+    if records.keys() != expected.keys() or any(
+        record["skipped"] or record[key] is None for record in every
+    ):
         return float("inf")
     return max(abs(float(record[key] / expected[i][key]) - 1) for i, record in records.items())
 

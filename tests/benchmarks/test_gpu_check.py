@@ -237,6 +237,7 @@ def test_the_furthest_step_counts():
         (expected, 0.0),
         ({**expected, 2: {"loss": 5.5, "skipped": 0}}, 0.1),
         ({**expected, 2: {"loss": 5.0, "skipped": 1}}, float("inf")),
+        ({**expected, 2: {"loss": None, "skipped": 0}}, float("inf")),
         ({1: expected[1]}, float("inf")),
     ):
         assert parity.furthest(records, expected, "loss") == pytest.approx(off)
