@@ -142,8 +142,8 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=integer(0, _MOST_SEED),
         default=1234,
-        help="seed for sampling after the first prompt; it is one higher for each further prompt, "
-        "or line of a file, blank ones included (default: 1234)",
+        help="sampling seed for the first prompt; it is one higher for each further prompt, or "
+        "line of a file, blank ones included (default: 1234)",
     )
 
 
@@ -234,7 +234,7 @@ def continue_prompts(args: argparse.Namespace, trained: Trained) -> None:
     if short:
         print(f" {short} texts end where the context ends (finish: context)", file=sys.stderr)
     print(
-        f" {new_tokens} tokens after {len(prompts)} prompts in {seconds:.2f} s: "
+        f" {new_tokens} tokens for {len(prompts)} prompts in {seconds:.2f} s: "
         f"{new_tokens / seconds:.1f} tokens/s",
         file=sys.stderr,
         flush=True,

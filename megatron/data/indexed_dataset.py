@@ -208,10 +208,11 @@ class IndexedDataset:
             or (mask.sizes[some] != self.sizes[some]).any()
         ):
             raise DataError(
-                f"{mask._idx_path}: {mask.num_documents} documents of {mask.num_tokens} entries of "
-                f"type {mask.dtype}, which is no loss mask of {self._idx_path} with "
-                f"{self.num_documents} documents of {self.num_tokens} tokens: it belongs to other "
-                "data; copy or preprocess both again"
+                f"{mask._idx_path}: {mask.num_documents} documents with a total of "
+                f"{mask.num_tokens} entries of type {mask.dtype}, not the loss mask of "
+                f"{self._idx_path}, which has {self.num_documents} documents with a total of "
+                f"{self.num_tokens} tokens: the mask belongs to other data; copy or preprocess "
+                "both again"
             )
         self.mask = mask
 

@@ -43,7 +43,10 @@ GPUs and CPUs, so that few tiles are half empty."""
 
 
 def _bounds(context: LayerContext, rows: int, tokens: int) -> list[tuple[int, int]]:
-    """Return start and end of each chunk of `rows` rows, for a product with `tokens` tokens."""
+    """Divide the `rows` rows of a product with `tokens` tokens into chunks.
+
+    Return start and end of each chunk.
+    """
     n = max(1, min(context.chunks, rows, tokens // LEAST_TOKENS))
     return [(rows * i // n, rows * (i + 1) // n) for i in range(n)]
 

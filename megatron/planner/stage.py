@@ -272,8 +272,10 @@ class RepeatedPass(NamedTuple):
 def stage_passes(trace: Trace, stage: StageWork) -> dict[str, list[RepeatedPass]]:
     """List a stage's passes of modules for one micro-batch: "forward", "backward" and "weight".
 
-    If the backward pass is split, "backward" is its first half and "weight" its second. Passes are
-    in order, except that training recomputes each group of layers right before its backward passes.
+    If the backward pass is split, "backward" is its first half and "weight" its second. The passes
+    of all layers of a kind are listed together, and their recomputation before their backward
+    passes; training alternates between kinds, and recomputes each group of layers right before its
+    backward passes.
 
     In a group of layers that keeps only its input, all layers are recomputed before the first
     backward pass. The recomputation of the last layer stops early, as in torch: at the last tensor

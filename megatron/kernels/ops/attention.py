@@ -193,7 +193,8 @@ def _check(name: str, block: AttentionBlock, **rows: Tensor) -> None:
     check(
         name,
         fits and (slopes is None or len(slopes) * len(origins) == samples * share),
-        f"origins have shape {list(origins.shape)}; there must be one for each sample's groups",
+        f"origins have shape {list(origins.shape)}; there must be one for each sample, which all of "
+        "its groups share",
     )
 
 
@@ -218,8 +219,8 @@ def _check_weights(name: str, block: AttentionBlock) -> None:
     check(
         name,
         0 <= key <= most,
-        f"there are {keys} keys; queries from {block.first} to {key + keys} need (besides "
-        f"whole tiles of earlier keys) {key + keys - most}",
+        f"there are {keys} keys; for queries from {block.first} to {key + keys} the minimum, to "
+        f"which whole tiles of earlier keys may be added, is {key + keys - most}",
     )
 
 
@@ -419,9 +420,9 @@ def attention_weights_(block: AttentionBlock) -> None:
 
     Weights are dropped with `probability`, and scaled by 1 / (1 - probability) otherwise. With
     dropout, `first` and `key` must be multiples of TILE. The mask depends on the numbers of the
-    rows [samples, heads, positions] in the job: `origins`, int64, has for each sample (of all
-    groups) the number of the first query of the first head; that of the next head is larger by
-    `positions`.
+    rows [samples, heads, positions] in the job: `origins`, int64, has one entry for each sample,
+    which all of its groups share: the number of the row of its first head and first query; that of
+    the next head is larger by `positions`.
 
     Has no gradient: see attention_gradient_. Raises KernelError for other types and shapes, and for
     probabilities outside [0, 1).
@@ -511,7 +512,8 @@ def _check_softmax(
 def hidden_keys(hidden: Tensor | None, scores: Tensor, window: int) -> Tensor:
     """Return the mask of hidden scores [.., queries, keys].
 
-    These are the scores in `hidden` (None: those of later keys) and all scores outside the window.
+    These are the scores in `hidden` (None: those of later keys) and those of keys before the
+    window.
     """
     queries, keys = scores.shape[-2:]
     all_pairs = partial(torch.ones, queries, keys, dtype=torch.bool, device=scores.device)

@@ -9,8 +9,9 @@ fp32 results, 20 bytes each pass) are negligible.
 Embedding: `add_rows_` adds values, each a vector of width w, to the rows that were looked up, in a
 fixed order. Bytes moved for n values of e bytes per element, which hit d different rows of a table
 of t bytes per element: n w e in, d w t in and out. On a GPU a row that occurs in more than one
-chunk of values costs 8 w bytes more for each of these chunks: at most 25 percent, with e = 2 and 16
-values per chunk. The numbers of the rows are sorted first, which takes 12 bytes of memory per
+chunk of values costs 8 w bytes more for each of these chunks. With e = 2 and 16 values per chunk
+this adds 25 percent to the n w e bytes if each chunk has one such row, and 50 percent if it has
+two, the maximum. The numbers of the rows are sorted first, which takes 12 bytes of memory per
 value.
 """
 
