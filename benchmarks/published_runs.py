@@ -183,7 +183,8 @@ XMOE_RUNS: tuple[tuple[PublishedRun, float], ...] = (
         "--tensor-model-parallel-size 2",
         f"{_DROPS}; each tensor rank has half of the tokens",
     ),
-    # As in their runs, each token is sent from one rank. This layout would not fit in memory.
+    # As in their runs, each token is sent from one rank. No layout of Large or Super fits in memory
+    # with these flags.
     _xmoe("X-MoE Large, its messages", 256, 24.1, _LARGE, (256, 8, 64), (1, 1024)),
     _xmoe(
         "X-MoE Super, 545.4B",

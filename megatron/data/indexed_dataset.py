@@ -329,7 +329,7 @@ class IndexedDataset:
         if outside.any():
             at = int(np.argmax(outside))
             raise IndexError(
-                f"tokens {first[at]}..{first[at] + count[at]} of sequence {sequences[at]} of "
+                f"tokens {first[at]}..{first[at] + count[at] - 1} of sequence {sequences[at]} of "
                 f"{self.prefix}: it has {sizes[at]}"
             )
         return pointers + first * self.dtype.itemsize, count

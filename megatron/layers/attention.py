@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
+from megatron.errors import ConfigError
 from megatron.kernels.choose import AttentionFeatures, choose_attention
 from megatron.kernels.library import nodes_for, recompute_later
 from megatron.kernels.ops.attention import NO_WINDOW
@@ -45,6 +46,11 @@ class CoreAttention:
         layer: int,
         recompute: bool = False,
     ) -> None:
+        if not isinstance(config, Config):
+            raise ConfigError(
+                "CoreAttention takes the full settings, from which it chooses its kernels: pass "
+                f"config, not config.model (it has a {type(config).__name__})"
+            )
         model = config.model
         self.heads = model.num_attention_heads
         self.layer = layer

@@ -72,12 +72,14 @@ LAYOUT = "tp=2,pp=2,chunks=1,schedule=1f1b,mbs=1,sp=on,zero=1,overlap=off,recomp
 
 def test_a_layout_is_judged_alone(capsys, tmp_path):
     """A single layout is judged as in a run: full recomputation is of every layer, one by one."""
-    code, text = call(capsys, *SMALL, "--layout", LAYOUT, "--output", str(tmp_path))
+    words = [*SMALL, "--layout", LAYOUT, "--output", str(tmp_path)]
+    code, text = call(capsys, *words, flags=[*MODEL, "--train-iters", "7"])
     assert code == 0, text
     (row,) = csv.DictReader((tmp_path / "table.csv").open())
     assert (row["tp"], row["pp"], row["dp"], row["recompute"]) == ("2", "2", "2", "full:uniform:1")
     flags = " ".join((tmp_path / "job.sbatch").read_text().split())
     assert "--recompute-granularity=full" in flags and "block" not in flags
+    assert "--train-iters" in flags and "--train-tokens" not in flags
 
 
 @pytest.mark.slow

@@ -399,14 +399,15 @@ def write_script(
     each = cluster.devices_per_node
     on_site = cluster.name in _SITES and devices % each == 0
     parameters = formulas.total_parameters(sized_model(config))
-    if on_site and tokens is None:
+    lengths = {"train_iters", "train_samples", "train_tokens"}
+    has_length = bool(lengths & config.explicit.keys())
+    if on_site and tokens is None and not has_length:
         tokens = _TOKENS_FOR_EACH_PARAMETER * parameters
         notes.append(
             f"--train-tokens is {_TOKENS_FOR_EACH_PARAMETER} for each parameter, since no length "
             "was given; the tables have days and node-hours for 1e9 tokens: choose your own"
         )
-    lengths = {"train_iters", "train_samples", "train_tokens"}
-    if tokens is not None and not lengths & config.explicit.keys():
+    if tokens is not None and not has_length:
         flags += ["--train-tokens", str(int(tokens))]
     if on_site and "lr" not in config.explicit:
         rate = next(rate for most, rate in _RATES if parameters <= most)
