@@ -24,7 +24,11 @@ from tests.helpers.examples import examples
 from tests.planner.timing.configs import RECOMPUTE, configs, run
 
 
-# An autograd function is recomputed.
+# Ranks share a key and value head. An autograd function is recomputed.
+@example(
+    config=run("--num-query-groups 1 --recompute-granularity full --tensor-model-parallel-size 2"),
+    device="cpu",
+)
 @example(config=run("--recompute-granularity selective"), device="cpu")
 @examples(6)
 @given(config=configs(), device=st.sampled_from(["cuda", "cpu"]))
@@ -42,7 +46,8 @@ def test_flops_are_those_of_the_formulas(config, device):
     tensor_size = config.parallel.tensor_model_parallel_size
     # each of fewer key and value heads than ranks is computed on several
     groups = max(model.num_key_value_heads, tensor_size)
-    padded = dict(vocab_size=model.padded_vocab_size(tensor_size), num_key_value_heads=groups)
+    vocabulary = model.padded_vocab_size(tensor_size)
+    model = dataclasses.replace(model, vocab_size=vocabulary, num_key_value_heads=groups)
 
     def flops(recompute):
         of_stages = (
@@ -51,10 +56,10 @@ def test_flops_are_those_of_the_formulas(config, device):
         ranks = tensor_size * config.parallel.data_parallel_size
         return sum(sum(each.values()) for each in of_stages) * ranks * config.num_micro_batches()
 
-    per_token = formulas.model_flops_per_token(dataclasses.replace(model, **padded))
+    per_token = formulas.model_flops_per_token(model)
     assert flops(recompute=False) == per_token * model.seq_length * batch
-    groups = [size for stage in stages for size in stage.recomputed]
-    extra = formulas.recompute_flops_per_token(model, recompute, groups)
+    layers = [size for stage in stages for size in stage.recomputed]
+    extra = formulas.recompute_flops_per_token(model, recompute, layers)
     assert flops(recompute=True) == extra * model.seq_length * batch
 
 

@@ -36,7 +36,7 @@ def test_sbatch_takes_the_scripts_and_refuses_more_than_the_machine_has(testbed)
         for path in FRONTIER.iterdir()
         if path.is_file() and "\n#SBATCH -N " in path.read_text()
     )
-    assert len(scripts) == 8
+    assert FRONTIER / "train_1t.sbatch" in scripts
     for script in scripts:
         directive = re.search(r"(?m)^#SBATCH .*?(?:-N\s*|--nodes[= ])(\d+)", script.read_text())
         assert directive and nodes(testbed, submit(testbed, script)) == int(directive[1])

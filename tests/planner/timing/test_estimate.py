@@ -65,7 +65,7 @@ def slowed(factor):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # it records the traces of as many models as it has examples
+@pytest.mark.timeout(50 * examples(6).max_examples)  # it records the traces of each example
 @examples(6)
 @given(config=configs(), factor=st.sampled_from([0.25, 2.0, 8.0]))
 def test_parts_add_up(config, factor):
