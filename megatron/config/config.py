@@ -66,8 +66,7 @@ class Config(Sections):
         settings = Settings()
         if preset is not None:
             give_preset(settings, preset, chosen=values)
-        for name, value in values.items():
-            settings.give(name, value, "argument")
+        settings.give_arguments(values)
         return finish(settings)
 
     def replace(self, **values: object) -> Config:
@@ -81,8 +80,7 @@ class Config(Sections):
             notices=list(self.standing_notices),
             pieces=self.pieces,
         )
-        for name, value in values.items():
-            settings.give(name, value, "argument")
+        settings.give_arguments(values)
         merge = values.get("deepspeed_config") is not None
         return finish(settings, merge_json=merge)
 
@@ -162,7 +160,8 @@ class Config(Sections):
             if n not in options or (not options[n].derived and v != _plain(options[n].default))
         }
         while True:  # a value may follow from one that is chosen here
-            trial = _settings_of(chosen)
+            trial = Settings()
+            trial.give_arguments(chosen)
             resolve(trial)
             left = (
                 n
@@ -170,15 +169,10 @@ class Config(Sections):
                 if n not in chosen and v is not None and v != _plain(trial.values[n])
             )
             if (name := next(left, None)) is None:
-                return finish(_settings_of(chosen), merge_json=False)
+                settings = Settings()
+                settings.give_arguments(chosen)
+                return finish(settings, merge_json=False)
             chosen[name] = settable[name]
-
-
-def _settings_of(values: Mapping[str, object]) -> Settings:
-    settings = Settings()
-    for name, value in values.items():
-        settings.give(name, value, "argument")
-    return settings
 
 
 def _plain(value: object) -> object:

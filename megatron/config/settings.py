@@ -107,6 +107,11 @@ class Settings:
     notices: list[str] = field(default_factory=list)
     pieces: Pieces = PLAIN
 
+    def give_arguments(self, values: Mapping[str, object]) -> None:
+        """Choose the values of a call's arguments, by name."""
+        for name, value in values.items():
+            self.give(name, value, "argument")
+
     def give(self, name: str, value: object, origin: str) -> None:
         """Choose a value; None resets the setting to its derived or default value.
 

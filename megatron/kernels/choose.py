@@ -66,15 +66,15 @@ class OptionalPackage:
 class AttentionFeatures:
     """Features that a layer requires from its attention.
 
-    drops     whether attention weights are dropped
-    windowed  whether there is a sliding window
-    capped    whether scores have a soft cap, which torch's attention lacks
-    alibi     whether positions are encoded by ALiBi
-    ring      whether keys and values rotate over context-parallel ranks: a kernel must then return
-              the logarithms with which partial softmaxes are merged
+    drops        whether attention weights are dropped
+    windowed     whether there is a sliding window
+    capped       whether scores have a soft cap, which torch's attention lacks
+    alibi        whether positions are encoded by ALiBi
+    ring         whether keys and values rotate over context-parallel ranks: a kernel must then
+                 return the logarithms with which partial softmaxes are merged
     large_heads  whether heads have over 256 entries, which flash kernels lack
-    odd_heads whether the head size is no multiple of 8, which flash kernels lack; matters only for
-              a ring: elsewhere heads are padded
+    odd_heads    whether the head size is no multiple of 8, which flash kernels lack; matters only
+                 for a ring: elsewhere heads are padded
     """
 
     drops: bool = False

@@ -90,9 +90,8 @@ class Executor:
         self.before_training = before_training
         self.after_backward = after_backward
         self.captures = captures
-        self._plan(
-            1, False
-        )  # raises the errors of a schedule that suits no number of micro-batches
+        # raises the errors of a schedule that suits no number of micro-batches
+        self._plan(1, False)
 
     @property
     def last_stage(self) -> int:
