@@ -198,6 +198,7 @@ def _of_run(run: PublishedRun, devices: str, unit: str, rate: float | None = Non
     pipeline = parallel.pipeline_model_parallel_size
     experts = parallel.expert_model_parallel_size
     of_experts = f", EP {experts}" if experts > 1 else ""
+    of_experts += f", ETP {parallel.expert_tensor_parallel_size}" if parallel.folded else ""
 
     def value(times: Sequence[float]) -> float:
         return times[0] if rate is None else rate * run.seconds / times[0]

@@ -44,7 +44,7 @@ class RankRow(NamedTuple):
     node, device  number of its node, and number of its device within the node
     nic           name of the device's network card
     tp, dp, pp    tensor-, data- and pipeline-parallel rank
-    cp, ep        ranks in the context- and expert-parallel subgroups of the data-parallel group
+    cp, ep        ranks in the context- and expert-parallel groups
     chunks        layers of each of its chunks, in the order of the model
     """
 
@@ -74,7 +74,8 @@ def rank_rows(config: Config, placement: Placement) -> Iterator[RankRow]:
         layout = placement.layout
         tp, dp, pp = layout.coordinates(rank)
         nic = cluster.nics[cluster.nic_of_device[device]]
-        indices = dp % layout.context, dp % layout.expert
+        experts = layout.position(rank) // layout.expert_tensor_size % layout.expert
+        indices = dp % layout.context, experts
         yield RankRow(rank, node, device, nic, tp, dp, *indices, pp, chunks[pp])
 
 

@@ -118,7 +118,9 @@ def _sizes(parallel: ParallelConfig) -> str:
     expert = parallel.expert_model_parallel_size
     sizes = f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size}"
     sizes += f", CP {context}" if context > 1 else ""
-    return sizes + (f", EP {expert}" if expert > 1 else "")
+    sizes += f", EP {expert}" if expert > 1 else ""
+    each = parallel.expert_tensor_parallel_size
+    return sizes + (f", expert TP {each}" if parallel.folded else "")
 
 
 def outlook_tables(configs: Mapping[str, Config], cluster: Cluster) -> list[Table]:

@@ -414,10 +414,19 @@ def _parallel(s: Settings) -> None:
     v = s.values
     v["data_parallel_size"] = None
     v["virtual_pipeline_model_parallel_size"] = 1
+    setting = "expert_tensor_parallel_size"
+    ranks = v["tensor_model_parallel_size"]
+    if v["num_experts"] is None and v[setting] not in (None, ranks) and setting not in s.bad:
+        s.notices.append(
+            f"--expert-tensor-parallel-size {v[setting]} has no effect: there are no experts"
+        )
+        s.derive(setting, ranks, "derived: there are no experts")
     if s.usable(*SIZES):
         tensor, pipeline, context, expert = (v[name] for name in SIZES)
         replica = tensor * pipeline * context
-        group_size = math.lcm(context, expert)
+        # tensor-parallel groups that together hold all experts
+        expert *= v[setting] if s.usable(setting) else tensor
+        group_size = math.lcm(context, math.lcm(tensor, expert) // tensor)
         one = "one replica" if group_size == context else "the ranks of all experts"
         s.fill("world_size", tensor * pipeline * group_size, f"derived: {one}")
         if s.usable("world_size") and v["world_size"] % replica == 0:
@@ -426,13 +435,6 @@ def _parallel(s: Settings) -> None:
                 v["world_size"] // replica,
                 "derived from world size, tensor, pipeline and context size",
             )
-    setting = "expert_tensor_parallel_size"
-    ranks = v["tensor_model_parallel_size"]
-    if v["num_experts"] is None and v[setting] not in (None, ranks) and setting not in s.bad:
-        s.notices.append(
-            f"--expert-tensor-parallel-size {v[setting]} has no effect: there are no experts"
-        )
-        s.derive(setting, ranks, "derived: there are no experts")
     _chunks(s)
     tensor = "tensor_model_parallel_size"
     pipeline = "pipeline_model_parallel_size"

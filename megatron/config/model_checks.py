@@ -161,10 +161,10 @@ def _balancing(config: Sections) -> Problems:
         yield "--moe-router-load-balancing-type none has no loss: leave --moe-aux-loss-coeff out"
 
 
-@check("num_experts")
+@check("num_experts", "expert_tensor_parallel_size")
 def _expert_widths(config: Sections) -> Problems:
-    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
-        yield from multiple(config, name, "tensor_model_parallel_size")
+    yield from multiple(config, "moe_ffn_hidden_size", "expert_tensor_parallel_size")
+    yield from multiple(config, "moe_shared_expert_intermediate_size", "tensor_model_parallel_size")
     model = config.model
     if model.moe_shared_expert_intermediate_size is not None and model.add_bias_linear:
         yield "shared experts have no biases: add --disable-bias-linear"

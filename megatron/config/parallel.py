@@ -67,7 +67,8 @@ class ParallelConfig:
     )
     expert_tensor_parallel_size: int = option(
         None,
-        "Number of ranks over which each expert is divided; must equal the tensor-parallel size.",
+        "Number of ranks over which each expert is divided: a divisor or multiple of the "
+        "tensor-parallel size. 1: experts are not divided.",
         PROCESSES,
         derived="tensor-model-parallel-size",
     )
@@ -179,10 +180,20 @@ class ParallelConfig:
     def gradient_ranks(self) -> int:
         """Return the number of ranks that sum a parameter's gradients and share its ZeRO state.
 
-        These are the context-parallel ranks of all replicas. For the parameters of experts, divide
-        by the expert-parallel size.
+        These are the context-parallel ranks of all replicas. For the parameters of experts, they
+        are the ranks of a stage divided by `expert_ranks`.
         """
         return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def expert_ranks(self) -> int:
+        """Return the number of ranks of a stage that hold all experts of a layer once."""
+        return self.expert_tensor_parallel_size * self.expert_model_parallel_size
+
+    @property
+    def folded(self) -> bool:
+        """Return whether experts are divided over other ranks than attention."""
+        return self.expert_tensor_parallel_size != self.tensor_model_parallel_size
 
     @property
     def sequence_ranks(self) -> int:

@@ -99,7 +99,7 @@ def _interleaving(layers: int, pp: int, per_chunk: int) -> Problems:
         )
 
 
-@check("world_size", *SIZES)
+@check("world_size", *SIZES, "expert_tensor_parallel_size")
 def _world(config: Sections) -> Problems:
     world = config.parallel.world_size
     tp, pp, cp, ep = (config.get(name) for name in SIZES)
@@ -112,16 +112,18 @@ def _world(config: Sections) -> Problems:
             f"{world} processes are not a multiple of {model} = {tp * pp * cp}: start "
             f"{nearest_multiples(world, tp * pp * cp)} processes, or change the sizes"
         )
-    elif world % (tp * pp * ep):
-        group_size = math.lcm(cp, ep)
+    elif world // pp % config.parallel.expert_ranks:
+        etp = config.parallel.expert_tensor_parallel_size
+        stage = math.lcm(tp * cp, etp * ep)
         yield (
-            f"--expert-model-parallel-size {ep} does not divide the {world // (tp * pp)} data- and "
-            f"context-parallel ranks ({world} processes, tensor {tp} x pipeline {pp}): "
-            f"start {nearest_multiples(world, tp * pp * group_size)} processes, or change the size"
+            f"--expert-tensor-parallel-size {etp} x --expert-model-parallel-size {ep} = "
+            f"{etp * ep} does not divide the {world // pp} ranks of a pipeline stage "
+            f"({world} processes, {pp} stages): start {nearest_multiples(world, pp * stage)} "
+            "processes, or change the sizes"
         )
 
 
-@check("expert_model_parallel_size")
+@check("expert_model_parallel_size", "expert_tensor_parallel_size")
 def _expert_parallel(config: Sections) -> Problems:
     parallel = config.parallel
     size = parallel.expert_model_parallel_size
@@ -138,14 +140,14 @@ def _expert_parallel(config: Sections) -> Problems:
         )
     tensor = parallel.tensor_model_parallel_size
     expert_tensor = parallel.expert_tensor_parallel_size
-    if expert_tensor not in (None, tensor):
+    if tensor % expert_tensor and expert_tensor % tensor:
         yield (
-            f"--expert-tensor-parallel-size {expert_tensor}: experts are divided over all "
-            f"tensor-parallel ranks; use {tensor}, or leave it out"
+            f"--expert-tensor-parallel-size {expert_tensor} is neither a divisor nor a multiple of "
+            f"--tensor-model-parallel-size {tensor}: use 1 or {tensor}"
         )
 
 
-@check("zero_stage", "data_parallel_size", "context_parallel_size")
+@check("zero_stage", "data_parallel_size", "context_parallel_size", "expert_tensor_parallel_size")
 def _zero(config: Sections) -> Problems:
     parallel = config.parallel
     engine = config.engine
@@ -171,12 +173,13 @@ def _zero(config: Sections) -> Problems:
         elif size > 0:
             of = f"--zero-state-shard-size {size}"
             each = size
-    size = engine.zero_shard_size
-    experts = parallel.expert_model_parallel_size
+    size = engine.zero_shard_size * parallel.tensor_model_parallel_size
+    experts = parallel.expert_ranks
     if size > 0 and size % experts and experts % size:
         yield (
-            f"--zero-shard-size {size} is neither a multiple nor a divisor of "
-            f"--expert-model-parallel-size {experts}: change one of them"
+            f"--zero-shard-size {engine.zero_shard_size} shards over {size} ranks of a stage, which "
+            f"is neither a multiple nor a divisor of the {experts} ranks that hold all experts "
+            "(--expert-tensor-parallel-size x --expert-model-parallel-size): change one of them"
         )
 
 

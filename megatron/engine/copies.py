@@ -82,12 +82,18 @@ def check_copies(
     TrainingError on every rank if copies differ, and ConfigError if gradients are not of the
     assumed kind. `when` is part of the message.
     """
-    errors = [] if first is None else _wrong_gradients(first, topology.tensor)
+    errors = list[MegatronError]()
+    if first is not None:
+        errors += _wrong_gradients(first, topology.tensor, False)
+        errors += _wrong_gradients(first, topology.expert_tensor, True)
     digests = torch.stack([digest(p) for p in arrived])
     shardings = [sharding_of(p) for p in parameters]
     numbered = list(enumerate(shardings))
     for group, copies, cause, which in (
-        (topology.tensor, None, _TENSOR, [i for i, s in numbered if s.dim is None]),
+        *(
+            (group, None, _TENSOR, [i for i, s in numbered if s.dim is None and s.experts == of])
+            for group, of in ((topology.tensor, False), (topology.expert_tensor, True))
+        ),
         *(
             (topology.tensor, n, _TENSOR, [i for i, s in numbered if s.copies == n])
             for n in sorted({s.copies for s in shardings} - {1})
@@ -146,18 +152,25 @@ def _differing(digests: Tensor, group: Group, copies: int | None = None) -> list
     return (extremes[:, :n] != ~extremes[:, n:]).any(0).nonzero().flatten().tolist()
 
 
-def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]:
+def _wrong_gradients(first: FirstGradients, group: Group, experts: bool) -> list[MegatronError]:
     """Return errors for first-step gradients that are not of the assumed kind.
+
+    experts  whether to compare the gradients of experts, or those of other parameters
 
     These are gradients assumed to be whole that differ between ranks, and assumed terms that do
     not. If all tokens of a batch are the same, all terms may be equal on all ranks, but never the
     terms of some parameters only. Equal terms are therefore errors if other terms differ, or if
     the parameter declares them to be terms.
     """
-    differing = set(_differing(first.digests, group))
-    digests = first.digests.tolist()
-    terms = {i for i, partial in enumerate(first.partial.values()) if partial}
-    shardings = [sharding_of(p) for p in first.partial]
+    compared = [i for i, p in enumerate(first.partial) if sharding_of(p).experts == experts]
+    if not compared or group.size == 1:
+        return []
+    differing = set(_differing(first.digests[compared], group))
+    digests = first.digests[compared].tolist()
+    kinds = list(first.partial.values())
+    terms = {i for i, at in enumerate(compared) if kinds[at]}
+    every = [sharding_of(p) for p in first.partial]
+    shardings = [every[at] for at in compared]
     unequal = [s.name for i, s in enumerate(shardings) if i in differing - terms]
     equal = [
         s.name

@@ -621,13 +621,12 @@ class Engine:
             return torch.stack([zero, *(t.to(zero) for t in some)]).sum()
 
         states = self._shards[0].states
-        experts = self.topology.expert
-        if self._shards[0].have_all(experts):
+        if self.topology.have_all_experts(states):
             value = all_reduce(total([t for _, t in terms]), states)
         else:
             value = all_reduce(total([t for f, t in terms if not f.sharding.experts]), states)
             of_experts = total([t for f, t in terms if f.sharding.experts])
-            value += all_reduce(of_experts, experts)
+            value += all_reduce(of_experts, self.topology.expert_span)
         return all_reduce(value, self.topology.model)
 
     @torch.no_grad()
@@ -720,7 +719,7 @@ def _plan_of(
     }
     plan = zero_plan(
         zero_of(config, topology.layout),
-        bucket_rule(config, topology.data.size),
+        bucket_rule(config, max(topology.data.size, topology.expert_data.size)),
         [sharding_of(p) for p in parameters],
         calls,
         recomputed,

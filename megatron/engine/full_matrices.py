@@ -3,10 +3,10 @@
 ZeRO gives each data-parallel rank a range of every bucket, and tensor parallelism gives each rank a
 shard of a matrix. Here every matrix has one owner: a tensor-parallel rank on one of the
 data-parallel ranks that together hold the optimizer state once (ShardGroups.states). Each expert
-has matrices of its own. Two all-to-alls carry a matrix to its owner: one over `states` for the
-ranges of a shard, one over the tensor group for the shards. Two more carry the result back. In
-each, a rank sends about as many elements as it owns in the buckets, 1/(size of `states`) of those
-whose gradients it reduces.
+has matrices of its own; expert-tensor-parallel ranks take the place of tensor-parallel ones. Two
+all-to-alls carry a matrix to its owner: one over `states` for the ranges of a shard, one over the
+tensor group for the shards. Two more carry the result back. In each, a rank sends about as many
+elements as it owns in the buckets, 1/(size of `states`) of those whose gradients it reduces.
 """
 
 from __future__ import annotations
@@ -117,14 +117,14 @@ class FullMatrices:
 
     def __init__(self, buckets: Sequence[Bucket], topology: Topology) -> None:
         self._buckets = buckets
-        self._tensor = topology.tensor
         shardings = list[Sharding]()
         shards = dict[str, list[_LocalMatrix]]()
-        groups: dict[tuple[int, ...], tuple[ShardGroups, dict[str, tuple[int, ...]]]] = {}
+        groups: dict[bool, tuple[ShardGroups, Group, dict[str, tuple[int, ...]]]] = {}
         for b, bucket in enumerate(buckets):
-            shared = bucket.shards
-            _, shapes = groups.setdefault(tuple(shared.states.ranks), (shared, {}))
             for p, first in bucket.starts.items():
+                record = sharding_of(p)
+                holders = bucket.shards, topology.tensor_of(record)
+                shapes = groups.setdefault(record.experts, (*holders, {}))[2]
                 for at, s in _matrices(p):
                     elements = slice(first + at, first + at + s.elements)
                     shards.setdefault(s.name, []).append(_LocalMatrix(b, elements, len(shardings)))
@@ -132,22 +132,31 @@ class FullMatrices:
                     shardings.append(s)
         self.group_of = {name: some[0].bucket for name, some in shards.items()}
         local_shards = _Shards(tuple(shardings))
-        self._shards = [each.of for each in gather_objects(local_shards, self._tensor)]
+        # by the group that divides matrices
+        self._shards: dict[Group, list[tuple[Sharding, ...]]] = {}
+        for _, tensor, _ in groups.values():
+            if tensor not in self._shards:
+                gathered = gather_objects(local_shards, tensor)
+                self._shards[tensor] = [each.of for each in gathered]
         self._rounds = [
-            (shared, some)
-            for shared, shapes in groups.values()
-            for some in self._in_rounds(shards, shapes, shared.states)
+            (shared, tensor, some)
+            for shared, tensor, shapes in groups.values()
+            for some in self._in_rounds(shards, shapes, shared.states, tensor)
         ]
 
     def _in_rounds(
-        self, shards: dict[str, list[_LocalMatrix]], shapes: dict[str, tuple[int, ...]], data: Group
+        self,
+        shards: dict[str, list[_LocalMatrix]],
+        shapes: dict[str, tuple[int, ...]],
+        data: Group,
+        tensor: Group,
     ) -> Iterator[list[_Matrix]]:
         """Give each matrix, the one with the most work first, to the rank with the least so far.
 
         Yield rounds. In a round, all ranks process the same number of their next matrices, until
         the largest of them have ROUND elements together.
         """
-        ranks = [(t, d) for d in range(data.size) for t in range(self._tensor.size)]
+        ranks = [(t, d) for d in range(data.size) for t in range(tensor.size)]
         work = dict.fromkeys(ranks, 0.0)
         owned = {rank: list[_Matrix]() for rank in ranks}
         for name in sorted(shapes, key=lambda name: -work_of(shapes[name])):
@@ -185,6 +194,7 @@ class FullMatrices:
     def _round(
         self,
         shared: ShardGroups,
+        tensor: Group,
         matrices: list[_Matrix],
         flats: Sequence[Tensor],
         change: Change,
@@ -192,15 +202,16 @@ class FullMatrices:
     ) -> Iterator[None]:
         """Carry out a round; yield after starting each all-to-all."""
         data = shared.states
-        t = self._tensor.rank
+        t = tensor.rank
+        of_ranks = self._shards[tensor]
         d = data.rank
         size = [len(bucket.owned_weights) for bucket in self._buckets]
         column = [m for m in matrices if m.owner[1] == d]
-        row = [[m for m in column if m.owner[0] == rank] for rank in range(self._tensor.size)]
+        row = [[m for m in column if m.owner[0] == rank] for rank in range(tensor.size)]
         none = torch.empty(0, dtype=dtype, device=flats[0].device)
         values = flats[0].shape[1:]
         shards = {
-            local.number: none.new_empty(self._shards[t][local.number].elements, *values)
+            local.number: none.new_empty(of_ranks[t][local.number].elements, *values)
             for m in column
             for local in m.shards
         }
@@ -219,11 +230,11 @@ class FullMatrices:
             return shards[local.number][span.start - first : span.stop - first]
 
         def real(local: _LocalMatrix) -> Tensor:
-            s = self._shards[t][local.number]
+            s = of_ranks[t][local.number]
             return shards[local.number].view(*s.shape, *values)[tuple(slice(n) for n in s.extent)]
 
         def in_full(m: _Matrix, local: _LocalMatrix, rank: int) -> Tensor:
-            s = self._shards[rank][local.number]
+            s = of_ranks[rank][local.number]
             ends = zip(s.offset, s.extent, strict=True)
             return full_matrices[m.name][tuple(slice(first, first + n) for first, n in ends)]
 
@@ -238,9 +249,9 @@ class FullMatrices:
         extents = [[real(local) for m in some for local in m.shards] for some in row]
         of_full = [
             [in_full(m, local, rank) for m in row[t] for local in m.shards]
-            for rank in range(self._tensor.size)
+            for rank in range(tensor.size)
         ]
-        yield from exchange(extents, of_full, self._tensor, none)
+        yield from exchange(extents, of_full, tensor, none)
         for name, full in full_matrices.items():
             changed = change(name, full)
             if changed.shape != full.shape:
@@ -248,7 +259,7 @@ class FullMatrices:
                     f"{name}: shape {list(full.shape)} was changed into {list(changed.shape)}"
                 )
             full.copy_(changed)
-        yield from exchange(of_full, extents, self._tensor, none)
+        yield from exchange(of_full, extents, tensor, none)
         yield from exchange(of_shards, of_flats, data, none)
 
 

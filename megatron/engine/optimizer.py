@@ -289,6 +289,7 @@ def is_copy(parameter: nn.Parameter, topology: Topology) -> bool:
     sharding = sharding_of(parameter)
     if sharding.tied and topology.embedding is not None and topology.pipeline.is_last:
         return True
+    tensor = topology.tensor_of(sharding)
     if sharding.dim is None:
-        return not topology.tensor.is_first
-    return topology.tensor.rank % sharding.copies > 0
+        return not tensor.is_first
+    return tensor.rank % sharding.copies > 0

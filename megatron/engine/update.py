@@ -115,13 +115,13 @@ class Update:
         self._norm_gradients = lists(parameters)
         # each with the ranks over which the squares are summed
         self._summed: list[tuple[NormGradients, Group]]
-        experts_ranks = topology.expert
-        if shards.have_all(experts_ranks):
+        if topology.have_all_experts(shards.states):
             self._summed = [(self._norm_gradients, shards.states)]
         else:
             of_experts = [p for p in parameters if sharding_of(p).experts]
             dense = [p for p in parameters if not sharding_of(p).experts]
-            self._summed = [(lists(dense), shards.states), (lists(of_experts), experts_ranks)]
+            span = topology.expert_span
+            self._summed = [(lists(dense), shards.states), (lists(of_experts), span)]
         self._limits: Tensor | None = None
         if limits:
             ends = [math.inf, *limits.values()]

@@ -127,8 +127,7 @@ class Zero(NamedTuple):
 
     stage         the stage in effect
     sizes         numbers of ranks that share a parameter other than an expert's
-    experts       expert-parallel size: the number of ranks that share an expert is smaller by this
-                  factor
+    of_experts    numbers of ranks that share an expert's
     ahead, early  whether weights are gathered, and gradients sent, while passes run
     offload       whether the optimizer's state is in host memory
     weight_bytes, gradient_bytes  bytes per element
@@ -136,7 +135,7 @@ class Zero(NamedTuple):
 
     stage: int
     sizes: ShardSizes
-    experts: int
+    of_experts: ShardSizes
     ahead: bool
     early: bool
     offload: bool
@@ -145,13 +144,12 @@ class Zero(NamedTuple):
 
     @property
     def gradient_ranks(self) -> int:
-        return self.sizes.gradient_ranks
+        """Return the largest number of ranks that share a parameter."""
+        return max(self.sizes.gradient_ranks, self.of_experts.gradient_ranks)
 
     def sizes_of(self, experts: bool) -> ShardSizes:
         """Return the sizes of experts, or of other parameters."""
-        if not experts or self.experts == 1:
-            return self.sizes
-        return ShardSizes(*(max(1, n // self.experts) for n in self.sizes))
+        return self.of_experts if experts else self.sizes
 
     def divides_weights(self, bucket: BucketPlan) -> bool:
         """Return whether a bucket's weights are sharded outside of the passes that use them.
@@ -201,18 +199,23 @@ def zero_of(config: Config, layout: Layout | None = None) -> Zero:
     precision = config.precision
     if layout is not None:
         gradient_ranks = layout.data
-        experts = layout.expert
+        tensor, experts = layout.tensor, layout.expert_ranks
         inner, states = layout.shard_sizes
     else:
         gradient_ranks = config.parallel.gradient_ranks
-        experts = config.parallel.expert_model_parallel_size
+        tensor = config.parallel.tensor_model_parallel_size
+        experts = config.parallel.expert_ranks
         inner = max(0, engine.zero_shard_size) or gradient_ranks
         states = max(0, engine.zero_state_shard_size) or gradient_ranks
     stage = stage_in_effect(engine.zero_stage, inner)
+    sizes = ShardSizes(inner, states, gradient_ranks)
+    of_experts = ShardSizes(*(max(1, ranks * tensor // experts) for ranks in sizes))
+    if not stage:
+        sizes, of_experts = (each._replace(inner=1, states=1) for each in (sizes, of_experts))
     return Zero(
         stage,
-        ShardSizes(inner, states, gradient_ranks) if stage else ShardSizes(1, 1, gradient_ranks),
-        experts,
+        sizes,
+        of_experts,
         engine.overlap_param_gather,
         engine.overlap_grad_reduce,
         engine.cpu_offload,

@@ -233,12 +233,16 @@ class Experts:
 
     group       the ranks over which the experts of a layer are distributed
     hops        the groups over which a token is sent, one after the other; (): only `group`
+    tensor      the ranks that divide each expert; None: the tensor-parallel group
+    inputs      those of them that have other samples than this rank
     loss_scale  the factor on a micro-batch's balancing losses in the total loss; set before its
                 backward pass (Engine.begin)
     """
 
     group: Group = field(default_factory=lambda: Group((0,), 0))
     hops: tuple[Group, ...] = ()
+    tensor: Group | None = None
+    inputs: Group = field(default_factory=lambda: Group((0,), 0))
     loss_scale: float | Tensor = 1.0
 
 

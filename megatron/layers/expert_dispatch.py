@@ -116,7 +116,7 @@ def exchange_numbers(experts: Tensor, hops: Sequence[Group], each: int) -> Tenso
 def read_numbers(
     numbers: HostCopy, choices: Sequence[int], hops: Sequence[Group], each: int
 ) -> list[int]:
-    """Return the numbers of `exchange_numbers`, whose `experts` had the shape `choices`.
+    """Return the numbers of `exchange_numbers`, whose `experts` had `choices` [t, k] to send.
 
     The planner, which has no data, replaces this.
     """

@@ -2,11 +2,10 @@
 
 A router scores all experts for each token; the token passes through the best k, and their weighted
 outputs are summed (Shazeer et al., arXiv 1701.06538). Nothing is padded: an expert processes
-exactly the rows it receives. With expert parallelism, a layer's experts are distributed over a
-group of data- and context-parallel ranks.
+exactly the rows it receives. With expert parallelism, a layer's experts are distributed over ranks
+of the stage. Expert tensor parallelism divides the FFN size of each expert, as in an MLP.
 
-A token's weights and choices are the same on any layout. Tensor parallelism divides the FFN size of
-each expert, as in an MLP.
+A token's weights and choices are the same on any layout.
 """
 
 from __future__ import annotations
@@ -36,53 +35,16 @@ from megatron.layers.expert_dispatch import (
     read_numbers,
     sorted_choices,
 )
+from megatron.layers.expert_region import ExpertRegion
 from megatron.layers.expert_router import Router, shared_by
 from megatron.layers.mlp import MLP
 from megatron.parallel.autograd import Context, Node
-from megatron.parallel.collectives import (
-    all_reduce,
-    gather_first,
-    reduce_from_tensor_region,
-    reduce_scatter_first,
-)
 from megatron.parallel.gradient_accumulator import wide, within_backward
 from megatron.parallel.sharding import shard
-from megatron.parallel.topology import Group
-
-
-class _Enter(Node):
-    """Tokens as input of every tensor rank's shard of the experts; their gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, context: LayerContext) -> Tensor:
-        ctx.context = context
-        ctx.partial_gradient = context.sequence_parallel  # for engine/gradients.py
-        return gather_first(x, context.tensor) if context.sequence_parallel else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Context, dx: Tensor) -> tuple[Tensor, None]:
-        group = ctx.context.tensor
-        if ctx.context.sequence_parallel:
-            return reduce_scatter_first(dx, group), None
-        return all_reduce(dx.contiguous().clone(), group), None
-
-
-class _SummedWeights(Node):
-    """Weights of choices, whose gradients are sums over the tensor ranks' shards of the experts."""
-
-    @staticmethod
-    def forward(ctx: Context, weights: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        ctx.partial_gradient = False
-        return weights.view_as(weights)
-
-    @staticmethod
-    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient.contiguous().clone(), ctx.group), None
 
 
 class _ExpertWeights(nn.Module):
-    """Matrices [E, *shape] of this rank's experts; `dim` of `shape` is split over tensor ranks.
+    """Matrices [E, *shape] of this rank's experts; `dim` of `shape` is split over `tensor` ranks.
 
     experts  number of experts in the layer, on all ranks
     bias     whether there are biases, [E, *shape without the last dimension]
@@ -100,9 +62,10 @@ class _ExpertWeights(nn.Module):
     ) -> None:
         super().__init__()
         self.context = context
+        self.tensor = ExpertRegion(context).experts
         self.weight = self._make(f"{name}.weight", experts, shape, dim, fill)
         self.bias: nn.Parameter | None = None
-        # If a matrix is split along its input, all tensor ranks hold the bias, and each adds a
+        # If a matrix is split along its input, all these ranks hold the bias, and each adds a
         # share.
         self.divided = dim == len(shape) - 1
         if bias:
@@ -114,10 +77,11 @@ class _ExpertWeights(nn.Module):
     ) -> nn.Parameter:
         """Make a parameter. Each expert is drawn separately: the layout does not affect values."""
         factory = self.context.parameters
+        part = self.tensor.rank, self.tensor.size
         group = shared_by(self.context).group
         cut = None if dim is None else dim + 1
         decay = not name.endswith(".bias")
-        sharding = shard(name, (experts, *shape), cut, factory.rank, factory.size, decay=decay)
+        sharding = shard(name, (experts, *shape), cut, *part, decay=decay)
         local = (experts // group.size, *sharding.extent[1:])
         first = group.rank * local[0]
         base = factory.base_shapes.get(name)
@@ -127,6 +91,7 @@ class _ExpertWeights(nn.Module):
             offset=(first, *sharding.offset[1:]),
             extent=local,
             experts=True,
+            partial_gradient=None if cut is not None else False,  # see _BiasShare
             base_shape=base,
         )
 
@@ -138,8 +103,7 @@ class _ExpertWeights(nn.Module):
                             f"{name}.{e}",
                             shape,
                             dim,
-                            factory.rank,
-                            factory.size,
+                            *part,
                             base_shape=base and base[1:],
                         ),
                         fill,
@@ -161,7 +125,7 @@ class _ExpertWeights(nn.Module):
         if self.bias is None:
             return y
         bias = wide(self.bias).flatten(1)
-        size = self.context.tensor.size
+        size = self.tensor.size
         if self.divided and size > 1:
             bias = _BiasShare.apply(bias, size)
         row = torch.arange(len(y), dtype=counts.ends.dtype, device=y.device)
@@ -169,7 +133,7 @@ class _ExpertWeights(nn.Module):
 
 
 class _BiasShare(Node):
-    """Share of a bias that each of `size` tensor ranks adds. Each rank gets the full gradient."""
+    """Share of a bias that each of `size` ranks adds. Each rank gets the full gradient."""
 
     @staticmethod
     def forward(ctx: Context, bias: Tensor, size: int) -> Tensor:
@@ -187,7 +151,8 @@ class ExpertMLP(nn.Module):
     index                 index of the layer in the model
     recompute_activation  recompute the output of the activation function in the backward pass
     recompute             recompute the whole layer, messages included (but not the row counts)
-    summed                see RowParallelLinear
+    summed                see RowParallelLinear; always, if experts are divided over other ranks than
+                          attention
     """
 
     def __init__(
@@ -203,13 +168,15 @@ class ExpertMLP(nn.Module):
         super().__init__()
         fills = weight_fills(config)
         self.context = context
-        self.summed = summed
+        self.region = ExpertRegion(context)
+        self.summed = summed or self.region.folded
         self.operators = KERNELS if context.fusions.permute else REFERENCES
         self.group = shared_by(context).group
         self.overlap = config.moe_shared_expert_overlap
         self.hops = shared_by(context).hops or (self.group,) if self.group.size > 1 else ()
         factors = config.moe_expert_capacity_factor, config.moe_eval_capacity_factor
-        self.dropless = self.group.size == 1 and factors == (None, None)
+        # whether every choice is one of this rank's experts, unless there is padding
+        self.dropless = self.group.size == 1 and factors == (None, None) and not self.region.masks
         self.activation = config.activation
         self.fused = context.fusions.bias_activation
         self.recompute_activation = recompute_activation
@@ -233,8 +200,10 @@ class ExpertMLP(nn.Module):
         if config.moe_shared_expert_intermediate_size is not None:
             of = f"{name}.shared_experts"
             width = replace(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
-            # The shared expert is in the experts' tensor-parallel region and sends no messages.
-            self.shared = MLP(context.alone(), of, width, *fills, recompute_activation)
+            # If its ranks also divide the experts, the shared expert is in their region and sends no
+            # messages.
+            place = context if self.region.folded else context.alone()
+            self.shared = MLP(place, of, width, *fills, recompute_activation)
             if config.moe_shared_expert_gate:
                 make = context.parameters.create
                 self.gate = make(f"{of}.gate.weight", (1, hidden), None, fills[0])
@@ -245,19 +214,15 @@ class ExpertMLP(nn.Module):
         return recompute_later(self._forward, x, call)
 
     def _forward(self, x: Tensor, call: CallContext) -> Tensor:
-        context = self.context
-        group = self.context.tensor
-        weights, experts = self.router(x, call)
-        if group.size > 1:
-            weights = _SummedWeights.apply(weights, group)
-            x = _Enter.apply(x, context)
-        tokens = x.flatten(0, 1)
+        inside, weights, experts = self.region.enter(x, *self.router(x, call))
+        of_shared = x if self.region.folded else inside
+        tokens = inside.flatten(0, 1)
         choices = (weights, experts)
         numbers = self._numbers(experts, call)
         dispatches = list[Dispatch]()
         # Unless the shared expert overlaps with messages, it runs here, to keep the device busy while
         # the host waits for the row counts.
-        shared = None if self.hops and self.overlap else self._shared(x)
+        shared = None if self.hops and self.overlap else self._shared(of_shared)
         each = self.dense_h_to_4h.weight.shape[0] * self.group.size
         at = 0
         for hop in self.hops:
@@ -270,21 +235,24 @@ class ExpertMLP(nn.Module):
             if self.overlap and dispatch is dispatches[0]:
                 # The shared expert's position in the graph matters: its backward pass runs while
                 # the tokens' gradients are sent back.
-                shared = self._shared(x)
+                shared = self._shared(of_shared)
             tokens = arrival.wait(tokens)
         dropless = self.dropless and call.padding is None
         rows = self._experts(tokens, *choices, lambda: numbers()[at:], dropless)
         for dispatch in reversed(dispatches):
             rows = dispatch.back(rows)
-        out = rows.view_as(x)
-        if shared is not None:
+        out = rows.view_as(inside)
+        if shared is not None and not self.region.folded:
             out = out + shared
-        if not self.summed:
-            return out
-        return reduce_from_tensor_region(out, group, context.sequence_parallel)
+        if self.summed:
+            out = self.region.leave(out)
+        return out + shared if shared is not None and self.region.folded else out
 
     def _shared(self, x: Tensor) -> Tensor | None:
-        """Return this tensor rank's term of the shared expert's output, if there is one."""
+        """Return the shared expert's output, if there is one.
+
+        In the experts' region, it is this tensor rank's term of the output.
+        """
         if self.shared is None:
             return None
         out: Tensor = self.shared(x)[0]
@@ -298,7 +266,8 @@ class ExpertMLP(nn.Module):
         each = self.dense_h_to_4h.weight.shape[0]
         if not within_backward() or layer not in call.numbers:
             call.numbers[layer] = HostCopy(exchange_numbers(experts, self.hops, each))
-        return partial(read_numbers, call.numbers[layer], experts.shape, self.hops, each)
+        choices = self.region.sent(len(experts)), experts.shape[1]
+        return partial(read_numbers, call.numbers[layer], choices, self.hops, each)
 
     def _experts(
         self, tokens: Tensor, weights: Tensor, experts: Tensor, sizes: Numbers, dropless: bool

@@ -121,6 +121,9 @@ class TransformerLayer(nn.Module):
         else:
             fills = weight_fills(model)
             self.mlp = MLP(context, f"{name}.mlp", model, *fills, "mlp_act" in recompute, summed)
+        # whether the MLP's output is summed over the tensor ranks, as attention's in a parallel layer
+        # is not
+        self.mlp_summed = summed or (self.experts and self.mlp.summed)
         self.post_mlp_layernorm = norm_if_any("post_mlp_layernorm")
 
     def forward(self, x: Tensor, call: CallContext) -> Tensor:
@@ -156,7 +159,9 @@ class TransformerLayer(nn.Module):
             normed = second(x)
         out, more = self._mlp(second, x, normed, call)
         group = self.context.tensor
-        out = reduce_from_tensor_region(attention + out, group, self.context.sequence_parallel)
+        terms = attention if self.mlp_summed else attention + out
+        total = reduce_from_tensor_region(terms, group, self.context.sequence_parallel)
+        out = total + out if self.mlp_summed else total
         if bias is not None and more is not None:
             bias = wide(bias) + wide(more)
         out, bias = self._after(None, out, bias)

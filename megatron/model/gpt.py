@@ -294,7 +294,9 @@ def layer_context(
         fusions=choose_fusions(config.kernels, topology.device, config.precision.dtype_name),
         experts=None
         if model.num_experts is None
-        else Experts(topology.expert, topology.expert_hops),
+        else Experts(
+            topology.expert, topology.expert_hops, topology.expert_tensor, topology.expert_inputs
+        ),
     )
 
 

@@ -8,6 +8,7 @@ groups that communicate most. This module needs no torch.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,15 +23,32 @@ DEFAULT_ORDER = RANK_ORDERS[0]
 
 
 class RankGroup(NamedTuple):
-    """Ranks that communicate: `size` of them, `stride` apart. words: the group's name in logs."""
+    """Ranks that communicate: `rows` lines, `row_stride` apart, of `length` ranks, `stride` apart.
+
+    words  the group's name in logs
+    """
 
     words: str
     stride: int
-    size: int
+    length: int
+    row_stride: int = 1
+    rows: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.length * self.rows
+
+    def ranks_of(self, rank: int) -> Sequence[int]:
+        """Return the group of `rank`, itself included: line after line."""
+        first = rank - rank // self.row_stride % self.rows * self.row_stride
+        if self.rows == 1:
+            return line_of(rank, self.stride, self.length)
+        ends = range(first, first + self.rows * self.row_stride, self.row_stride)
+        return tuple(each for end in ends for each in line_of(end, self.stride, self.length))
 
 
 def line_of(rank: int, stride: int, size: int) -> range:
-    """Return the group of `rank`, itself included: `size` ranks, `stride` apart."""
+    """Return the line of `rank`, itself included: `size` ranks, `stride` apart."""
     first = rank - rank // stride % size * stride
     return range(first, first + size * stride, stride)
 
@@ -39,6 +57,8 @@ def line_of(rank: int, stride: int, size: int) -> range:
 class LayoutSizes:
     """Sizes that a job chooses for its layout; all fields but the last have the settings' names.
 
+    expert_tensor_parallel_size
+                           None: the tensor-parallel size
     expert_ranks_per_node  number of an expert group's ranks on each node. None: derived from
                            `ranks_per_node`. If it does not divide the group, groups are not divided
     zero_shard_size, zero_state_shard_size
@@ -51,6 +71,7 @@ class LayoutSizes:
     pipeline_model_parallel_size: int = 1
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
     expert_ranks_per_node: int | None = None
     zero_shard_size: int = 0
     zero_state_shard_size: int = 0
@@ -76,19 +97,27 @@ class Layout:
     >>> list(Layout(tensor=2, pipeline=2, data=2).ranks("data", 7))
     [5, 7]
 
-    Gradients are reduced over the data dimension. Its members m are divided in two ways: into
-    replicas of `context` neighbours that share the replica's sequences (m = replica * context +
-    context rank), and into groups of `expert` neighbours that hold different experts. Members with
-    the same m % expert hold the same experts.
+    Gradients are reduced over the data dimension. Its members m are divided into replicas of
+    `context` neighbours that share the replica's sequences (m = replica * context + context rank).
 
-    >>> Layout(data=8, context=2, expert=4).replicas
+    >>> Layout(data=8, context=2).replicas
     4
-    >>> list(Layout(data=8, context=2, expert=4).ranks("expert_data", 5))
+
+    Experts have a mesh of their own over the same ranks (parallel folding, arXiv 2504.14960). The
+    ranks of a pipeline stage are numbered by position = data * `tensor` + tensor, and their
+    positions are position = (member of expert_data * `expert` + member of expert) * `expert_tensor`
+    + member of expert_tensor. Each expert is divided over `expert_tensor` neighbours (0: as many as
+    `tensor`); `expert` such groups hold different experts; ranks with the same position %
+    (expert_tensor * expert) hold the same parts of the same experts.
+
+    >>> list(Layout(data=8, expert=4).ranks("expert_data", 5))
     [1, 5]
+    >>> list(Layout(tensor=4, data=4, expert_tensor=1, expert=8).ranks("expert", 5))
+    [0, 1, 2, 3, 4, 5, 6, 7]
 
     ZeRO shards gradients, and with stage 3 weights, over `shard` neighbours in the data dimension,
     and the optimizer's state over `states` neighbours; 0 means all.
-    An expert group on several nodes, with `expert_node` neighbours on each, is divided into groups
+    An expert-parallel group on several nodes, with `expert_node` neighbours on each, is divided into groups
     within the nodes and groups between them. If `expert_node` is 1, it is not divided.
 
     >>> layout = Layout(data=8, expert=8, expert_node=4)
@@ -113,17 +142,17 @@ class Layout:
     shard: int = 0
     states: int = 0
     expert_node: int = 1
+    expert_tensor: int = 0
 
     def __post_init__(self) -> None:
         if self.order not in RANK_ORDERS:
             raise ConfigError(f"rank order '{self.order}' is not one of {', '.join(RANK_ORDERS)}")
-        for name in ("context", "expert"):
-            if self.data % getattr(self, name):
-                raise ConfigError(
-                    f"{name}-parallel size {getattr(self, name)} does not divide the {self.data} "
-                    "ranks that share each part of the model: change that size, or the number of "
-                    "processes"
-                )
+        if self.data % self.context:
+            raise ConfigError(
+                f"context-parallel size {self.context} does not divide the {self.data} ranks that "
+                "share each part of the model: change that size, or the number of processes"
+            )
+        self._check_experts()
         shard, states = self.shard_sizes
         remedy = "change --zero-shard-size or --zero-state-shard-size"
         if states % shard:
@@ -136,11 +165,57 @@ class Layout:
                 f"{states} ranks that share ZeRO's optimizer states do not divide the {self.data} "
                 f"that share each part of the model: {remedy}, or the number of processes"
             )
-        if shard % self.expert and self.expert % shard:
+        if (shard * self.tensor) % self.expert_ranks and self.expert_ranks % (shard * self.tensor):
             raise ConfigError(
-                f"of {shard} ranks that share ZeRO's gradients and {self.expert} that share the "
-                "experts, one number must divide the other: change --zero-shard-size"
+                f"of {shard * self.tensor} ranks that share ZeRO's gradients and "
+                f"{self.expert_ranks} that share the experts, one number must divide the other: "
+                "change --zero-shard-size"
             )
+
+    def _check_experts(self) -> None:
+        """Raise ConfigError unless the experts' mesh fits the ranks of a stage."""
+        tensor, each = self.tensor, self.expert_tensor_size
+        if tensor % each and each % tensor:
+            raise ConfigError(
+                f"of tensor-parallel size {tensor} and expert-tensor-parallel size {each}, one "
+                "must divide the other: change --expert-tensor-parallel-size"
+            )
+        if (tensor * self.data) % self.expert_ranks:
+            raise ConfigError(
+                f"expert-tensor-parallel size {each} x expert-model-parallel size {self.expert} = "
+                f"{self.expert_ranks} does not divide the {tensor * self.data} ranks of a pipeline "
+                "stage: change these sizes, or the number of processes"
+            )
+        by_tensor, by_data, _ = self.strides
+        if self.data == 1 or self.expert_ranks == tensor or by_data == tensor * by_tensor:
+            return
+        if tensor % self.expert_ranks and self.expert_ranks % tensor:
+            raise ConfigError(
+                f"in rank order {self.order}, of the {self.expert_ranks} ranks that share the "
+                f"experts and tensor-parallel size {tensor}, one number must divide the other: use "
+                f"rank order {DEFAULT_ORDER}, or change --expert-model-parallel-size"
+            )
+        if self.folded and by_data < by_tensor:  # torch sorts the ranks of a group
+            raise ConfigError(
+                f"rank order {self.order} does not go with experts over tensor- and data-parallel "
+                f"ranks: use one with tp before dp, such as {DEFAULT_ORDER}, or "
+                f"--expert-tensor-parallel-size {tensor}"
+            )
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Return the number of ranks over which each expert is divided."""
+        return self.expert_tensor or self.tensor
+
+    @property
+    def expert_ranks(self) -> int:
+        """Return the number of neighbouring ranks of a stage that hold all experts once."""
+        return self.expert_tensor_size * self.expert
+
+    @property
+    def folded(self) -> bool:
+        """Return whether experts are divided over other ranks than attention."""
+        return self.expert_tensor_size != self.tensor
 
     @classmethod
     def for_world(cls, world_size: int, sizes: LayoutSizes) -> Layout:
@@ -161,9 +236,17 @@ class Layout:
                 f"{max(1, data) * tensor * pipeline} processes or change the sizes"
             )
         context = sizes.context_parallel_size
-        layout = cls(tensor, pipeline, data, order, context=context, expert=expert)
-        each, rest = divmod(sizes.ranks_per_node, layout.strides[1])
-        each = 0 if rest else min(each, data)
+        expert_tensor = sizes.expert_tensor_parallel_size or 0
+        layout = cls(
+            tensor,
+            pipeline,
+            data,
+            order,
+            context=context,
+            expert=expert,
+            expert_tensor=0 if expert_tensor == tensor else expert_tensor,
+        )
+        each = layout.data_on_node(sizes.ranks_per_node)
         zero = sizes.zero_shard_size, sizes.zero_state_shard_size
         if -1 in zero and not each:
             raise ConfigError(
@@ -172,10 +255,30 @@ class Layout:
             )
         shard, states = (each if size == -1 else size for size in zero)
         layout = replace(layout, shard=shard, states=states)
-        if sizes.expert_ranks_per_node is not None:
-            each = sizes.expert_ranks_per_node
-        over_nodes = 1 < each < expert and expert % each == 0
-        return replace(layout, expert_node=each) if over_nodes else layout
+        on_node = sizes.expert_ranks_per_node
+        if on_node is None:
+            on_node = layout.experts_on_node(sizes.ranks_per_node)
+        over_nodes = 1 < on_node < expert and expert % on_node == 0
+        return replace(layout, expert_node=on_node) if over_nodes else layout
+
+    def data_on_node(self, ranks_per_node: int) -> int:
+        """Return how many neighbours in the data dimension each node has; 0: nodes differ."""
+        each, rest = divmod(ranks_per_node, self.strides[1])
+        return 0 if rest else min(each, self.data)
+
+    def experts_on_node(self, ranks_per_node: int) -> int:
+        """Return how many neighbours of an expert-parallel group each node has; 0: nodes differ."""
+        each = self.expert_tensor_size
+        data = self.data_on_node(ranks_per_node)
+        if each % self.tensor == 0:
+            data, rest = divmod(data, each // self.tensor)
+            return 0 if rest else data
+        tensor, rest = divmod(ranks_per_node, self.strides[0])
+        if rest:
+            return 0
+        neighbours = self.tensor * max(1, data) if tensor >= self.tensor else tensor
+        members, rest = divmod(neighbours, each)
+        return 0 if rest or (tensor < self.tensor and self.tensor % tensor) else members
 
     @property
     def shard_sizes(self) -> tuple[int, int]:
@@ -195,7 +298,11 @@ class Layout:
         """Return the sizes, such as tensor 2 x pipeline 1 x context 2 x data 4."""
         context = f" x context {self.context}" if self.context > 1 else ""
         text = f"tensor {self.tensor} x pipeline {self.pipeline}{context} x data {self.replicas}"
-        if self.expert > 1:
+        if self.folded:
+            each = f", each over {self.expert_tensor_size}" if self.expert_tensor_size > 1 else ""
+            stage = self.tensor * self.data
+            text += f", experts over {self.expert_ranks} of a stage's {stage} ranks{each}"
+        elif self.expert > 1:
             text += f", experts over {self.expert} of the {self.data} data-parallel ranks"
         if self.expert_node > 1:
             text += f", {self.expert_node} on each node"
@@ -224,36 +331,81 @@ class Layout:
         t, d, p = self.strides
         return rank // t % self.tensor, rank // d % self.data, rank // p % self.pipeline
 
+    def position(self, rank: int) -> int:
+        """Return the number of a global rank within its pipeline stage."""
+        tensor, data, _ = self.coordinates(rank)
+        return data * self.tensor + tensor
+
+    def _stage_group(self, words: str, stride: int, size: int) -> RankGroup:
+        """Return a group of `size` ranks of a stage whose positions are `stride` apart."""
+        tensor, data, _ = self.strides
+        if stride % self.tensor == 0:
+            return RankGroup(words, stride // self.tensor * data, size)
+        if stride * size <= self.tensor or data == tensor * self.tensor:
+            return RankGroup(words, stride * tensor, size)
+        length = self.tensor // stride  # in each of several tensor-parallel groups
+        return RankGroup(words, stride * tensor, length, data, size // length)
+
     @functools.cached_property
     def lines(self) -> dict[str, RankGroup]:
-        """Groups of ranks that communicate, by kind; for ZeRO's groups see ShardGroups."""
+        """Groups of ranks that communicate, by kind; for ZeRO's groups see ShardGroups.
+
+        expert_inputs  ranks that divide each expert and have different samples
+        expert_span    neighbours in the data dimension that, with the other tensor-parallel ranks of
+                       each, are whole expert-parallel groups
+        """
         tensor, data, pipeline = self.strides
         each = self.expert_node
+        per_expert = self.expert_tensor_size
         nodes = self.expert // self.expert_node
-        of_experts = self.data // self.expert
+        of_experts = self.tensor * self.data // self.expert_ranks
         lines = {
             "world": RankGroup("world", 1, self.world_size),
             "tensor": RankGroup("tensor-parallel", tensor, self.tensor),
             "data": RankGroup("data-parallel", data, self.data),
             "pipeline": RankGroup("pipeline-parallel", pipeline, self.pipeline),
             "context": RankGroup("context-parallel", data, self.context),
-            "expert": RankGroup("expert-parallel", data, self.expert),
-            "expert_data": RankGroup("expert data-parallel", data * self.expert, of_experts),
-            "expert_between": RankGroup(
-                "expert-parallel between nodes", data * each, nodes if each > 1 else 1
-            ),
-            "expert_within": RankGroup("expert-parallel within nodes", data, each),
         }
-        for name, divisor in (("data", 1), ("expert_data", self.expert)):
-            words, stride, size = lines[name]
-            inner, states = (max(1, ranks // divisor) for ranks in self.shard_sizes)
+        for name, words, stride, size in (
+            ("expert", "expert-parallel", per_expert, self.expert),
+            ("expert_data", "expert data-parallel", self.expert_ranks, of_experts),
+            (
+                "expert_between",
+                "expert-parallel between nodes",
+                per_expert * each,
+                nodes if each > 1 else 1,
+            ),
+            ("expert_within", "expert-parallel within nodes", per_expert, each),
+            ("expert_tensor", "expert tensor-parallel", 1, per_expert),
+            (
+                "expert_inputs",
+                "inputs of divided experts",
+                self.tensor,
+                max(1, per_expert // self.tensor),
+            ),
+            (
+                "expert_span",
+                "experts' data-parallel span",
+                self.tensor,
+                math.lcm(self.expert_ranks, self.tensor) // self.tensor,
+            ),
+        ):
+            lines[name] = self._stage_group(words, stride, size)
+        for name, stride, divisor, size in (
+            ("data", self.tensor, self.tensor, self.data),
+            ("expert_data", self.expert_ranks, self.expert_ranks, of_experts),
+        ):
+            words = lines[name].words
+            inner, states = (max(1, ranks * self.tensor // divisor) for ranks in self.shard_sizes)
             for dimension, what, apart, count in (
                 ("inner", "one copy of gradients", 1, inner),
                 ("outer", "shards of states", inner, states // inner),
                 ("states", "one copy of states", 1, states),
                 ("copies", "copies", states, size // states),
             ):
-                lines[f"{name}.{dimension}"] = RankGroup(f"{words}, {what}", stride * apart, count)
+                lines[f"{name}.{dimension}"] = self._stage_group(
+                    f"{words}, {what}", stride * apart, count
+                )
         return lines
 
     def ranks(self, kind: str, rank: int) -> Sequence[int]:
@@ -265,7 +417,7 @@ class Layout:
         if kind == "embedding":
             stages = self.ranks("pipeline", rank)
             return stages[0], stages[-1]
-        return line_of(rank, *self.lines[kind][1:])
+        return self.lines[kind].ranks_of(rank)
 
 
 KINDS = (*Layout().lines, "model", "embedding")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.host_processes import bounded
 from megatron.parallel.layout import Layout, LayoutSizes
+from megatron.parallel.sharding import Sharding
 
 if TYPE_CHECKING:
     import torch
@@ -113,10 +114,6 @@ class ShardGroups:
         outer, inner = divmod(member, self.inner.size)
         return inner * self.outer.size + outer
 
-    def have_all(self, experts: Group) -> bool:
-        """Return whether the ranks of `states` together hold all experts of a layer."""
-        return self.states.size % experts.size == 0
-
 
 @dataclass
 class _Groups:
@@ -168,8 +165,9 @@ class Topology:
     """This process's rank, its groups and its device, passed to everything that communicates.
 
     `data` is the full group over which gradients are summed and ZeRO shards: all replicas, and all
-    context ranks of each. `context` and the expert groups are subgroups of it (Layout). `shards`
-    divides it for ZeRO; `expert_shards` divides `expert_data`, the ranks with the same experts.
+    context ranks of each. `context` is a subgroup of it. Experts are divided over ranks of the
+    stage as Layout says: the groups that its `lines` describe have the same names here. `shards`
+    divides `data` for ZeRO; `expert_shards` divides `expert_data`, the ranks with the same experts.
     `embedding` joins the first and the last pipeline rank if both hold a tied embedding; it is None
     otherwise, and on the ranks between them.
     """
@@ -188,6 +186,9 @@ class Topology:
     expert_data: Group
     expert_between: Group
     expert_within: Group
+    expert_tensor: Group
+    expert_inputs: Group
+    expert_span: Group
     shards: ShardGroups
     expert_shards: ShardGroups
 
@@ -196,6 +197,14 @@ class Topology:
         """The groups over which a token is sent to its experts, in order."""
         two = self.layout.expert_node > 1
         return (self.expert_between, self.expert_within) if two else (self.expert,)
+
+    def tensor_of(self, sharding: Sharding) -> Group:
+        """Return the ranks that divide a parameter, or hold copies of what they do not divide."""
+        return self.expert_tensor if sharding.experts else self.tensor
+
+    def have_all_experts(self, states: Group) -> bool:
+        """Return whether the ranks of `states`, and the tensor ranks of each, hold all experts."""
+        return states.size * self.tensor.size % self.layout.expert_ranks == 0
 
     @property
     def groups(self) -> list[Group]:
@@ -313,8 +322,13 @@ class Topology:
         made |= {kind: groups.make(kind) for kind in ("context", "expert")}
         made["expert_data"] = groups.make("expert_data", made["data"])
         shards = groups.shards(made["data"])
-        expert_shards = shards if layout.expert == 1 else groups.shards(made["expert_data"])
+        expert_shards = shards
+        if made["expert_data"] is not made["data"]:
+            expert_shards = groups.shards(made["expert_data"])
         made |= {kind: groups.make(kind) for kind in ("expert_between", "expert_within")}
+        made["expert_tensor"] = groups.make("expert_tensor", made["tensor"])
+        made["expert_inputs"] = groups.make("expert_inputs", made["expert_tensor"])
+        made["expert_span"] = groups.make("expert_span", made["expert"])
         groups.pair(pipeline)
         return cls(
             layout=layout,
@@ -343,7 +357,9 @@ class Topology:
         if layout.world_size == 1:
             return line
         kinds = [name for name in ("context", "expert") if getattr(layout, name) > 1]
+        kinds += ["expert_tensor"] * layout.folded
         for kind in ("tensor", "pipeline", "data", *kinds):
             ranks = layout.ranks(kind, 0)[:: layout.context if kind == "data" else 1]
-            line += f"\n   first {f'{kind}-parallel group:':<25}{show(ranks)}"
+            words = kind.replace("_", " ")
+            line += f"\n   first {f'{words}-parallel group:':<32}{show(ranks)}"
         return line

@@ -227,7 +227,7 @@ def _interpolate(points: Sequence[tuple[float, ...]], x: float) -> float:
 
 EXCHANGES = "heads", "expert", "expert_between", "expert_within"
 """Groups in which all-to-alls run."""
-OF_PASSES = "tensor", "context", *EXCHANGES
+OF_PASSES = "tensor", "context", "expert_tensor", "expert_inputs", *EXCHANGES
 """Groups whose messages belong to the passes of layers."""
 
 
@@ -237,11 +237,13 @@ def lines_of(layout: Layout, heads: int) -> dict[str, RankGroup]:
     heads  number of neighbouring context-parallel ranks that exchange heads; a ring has one rank of
            each set of such neighbours
     """
-    excluded = "world", "pipeline", "data.states", "expert_data.states"
+    excluded = "world", "pipeline", "data.states", "expert_data.states", "expert_span"
     dimensions = {
         name: dimension for name, dimension in layout.lines.items() if name not in excluded
     }
-    _, stride, size = dimensions["context"]
+    context = dimensions["context"]
+    stride = context.stride
+    size = context.size
     dimensions["context"] = RankGroup("context-parallel ring", stride * heads, size // heads)
     dimensions["heads"] = RankGroup("context-parallel heads", stride, heads)
     return dimensions
@@ -304,33 +306,36 @@ def _group(
     links: NodeLinks, world: int, order: tuple[int, ...], dimension: RankGroup, exchange: bool
 ) -> GroupLink:
     """Describe a mesh dimension's groups by the slowest; exchange: whether they run all-to-alls."""
-    words, stride, size = dimension
+    words, stride = dimension[:2]
+    size = dimension.size
     if size == 1:
         return GroupLink(1, 1, stride, words)
     rates = list[Rate]()
     exchanges = list[Rate]()
     devices = len(order)
-    for groups in groups_on_nodes(world, devices, stride, size):
+    for groups in groups_on_nodes(world, devices, dimension):
         of_devices = [[order[position] for position in group] for group in groups]
         exchanges += [links.exchange(of_devices, size)] * exchange
         rates += links.card_shares([group for group in of_devices if len(group) < size])
         rates += links.collective([group for group in of_devices if len(group) > 1]).values()
-    nodes = size if stride >= devices else (size - 1) * stride // devices + 1
+    nodes = len({rank // devices for rank in dimension.ranks_of(0)})
     return GroupLink(size, nodes, stride, words, min(rates), min(exchanges, default=None))
 
 
 @functools.lru_cache(maxsize=1024)
 def groups_on_nodes(
-    world: int, devices: int, stride: int, size: int
+    world: int, devices: int, dimension: RankGroup
 ) -> set[frozenset[tuple[int, ...]]]:
     """Find all distinct arrangements of groups on a node, as the positions of their members.
 
     devices  number of ranks on each node: rank r is at position r % devices of node r // devices
-    stride   ranks from one member of a group to the next
-    size     number of members of a group
     """
-    ranks = np.arange(min(world, math.lcm(stride * size, devices))).reshape(-1, devices)
-    group = ranks // (stride * size) * stride + ranks % stride
+    _, stride, length, row_stride, rows = dimension
+    period = math.lcm(stride * length, row_stride * rows, devices)
+    ranks = np.arange(min(world, period)).reshape(-1, devices)
+    # the first rank of each rank's group
+    group = ranks - ranks // stride % length * stride
+    group -= ranks // row_stride % rows * row_stride
     # for each position, the first position on the node that is in the same group
     first = (group[:, :, None] == group[:, None, :]).argmax(axis=2)
     return {

@@ -12,7 +12,7 @@ from megatron.config.settings import did_you_mean
 from megatron.errors import ConfigError
 
 MODULES = ("core_attn", "mlp_act", "layernorm")
-_SIZES = "world batch tp pp chunks schedule micro cp ep".split()
+_SIZES = "world batch tp pp chunks schedule micro cp ep etp".split()
 
 Value = str | int | tuple[int, ...]
 Restrictions = Mapping[str, tuple[Any, ...]]
@@ -25,6 +25,7 @@ class CandidateLayout(NamedTuple):
     world           number of devices
     batch           samples per step
     tp, pp, cp, ep  tensor-, pipeline-, context- and expert-parallel size
+    etp             number of ranks over which each expert is divided; 0: tp
     chunks          chunks per pipeline rank
     schedule        one of SCHEDULES
     micro           samples per micro-batch
@@ -52,6 +53,7 @@ class CandidateLayout(NamedTuple):
     device_order: tuple[int, ...] = ()
     cp: int = 1
     ep: int = 1
+    etp: int = 0
     shard: int = 0
     states: int = 0
     offload: bool = False
@@ -83,6 +85,7 @@ class CandidateLayout(NamedTuple):
             if chunked
             else None,
             "enable_zbh1_pipeline": self.schedule == "zb-h1",
+            "expert_tensor_parallel_size": self.etp or None,
             "rank_order": self.rank_order or None,
             "device_order": self.device_order or None,
             **recompute_settings(self.recompute),
@@ -111,6 +114,7 @@ class CandidateLayout(NamedTuple):
             "zero": self.gradient_ranks,
             "cp": self.cp,
             "ep": self.ep,
+            "etp": 2 if self.etp not in (0, self.tp) else 1,
             **dict.fromkeys(("shard", "states"), self.gradient_ranks if self.zero else 1),
         }
         return ranks.get(name, 2) > 1
@@ -128,6 +132,7 @@ def candidate_of(config: Config) -> CandidateLayout:
         recompute = f"full:{settings.recompute_method}:{settings.recompute_num_layers}"
     plain = {d.field: config.get(d.setting) for d in DIMENSIONS if d.setting}
     return CandidateLayout(**plain)._replace(
+        etp=parallel.expert_tensor_parallel_size if parallel.folded else 0,
         rank_order=parallel.rank_order or "",
         device_order=tuple(parallel.device_order or ()),
         chunks=parallel.num_chunks,
@@ -225,6 +230,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension("pp", "pp", "pipeline_model_parallel_size"),
     Dimension("cp", "cp", "context_parallel_size"),
     Dimension("ep", "ep", "expert_model_parallel_size"),
+    Dimension("etp", "etp", "expert_tensor_parallel_size"),
     Dimension("chunks", "chunks"),
     Dimension("schedule", "schedule", values={name: name for name in SCHEDULES}),
     Dimension("mbs", "micro", "micro_batch_size"),

@@ -413,12 +413,17 @@ def _topology(config: Config, device: str) -> Topology:
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
             context_parallel_size=parallel.context_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
             expert_ranks_per_node=parallel.expert_ranks_per_node or 1,
         ),
     )
     alone = Group((0,), 0)
     kinds = "tensor", "context", "expert", "expert_between", "expert_within"
     groups = {kind: _group(kind, layout.lines[kind].size) for kind in kinds}
+    experts_alone = "expert_tensor", "expert_inputs"
+    groups |= {kind: _group(kind, layout.lines[kind].size) for kind in experts_alone}
+    if not layout.folded:
+        groups["expert_tensor"] = groups["tensor"]
     shards = ShardGroups.undivided(alone)
     return Topology(
         layout=layout,
@@ -430,6 +435,7 @@ def _topology(config: Config, device: str) -> Topology:
         model=groups["tensor"],
         embedding=None,
         expert_data=alone,
+        expert_span=alone,
         shards=shards,
         expert_shards=shards,
         **groups,
@@ -463,7 +469,13 @@ def _followed(config: Config, device: str, kind: str) -> Iterator[_Piece]:
         ranks = torch.distributed.distributed_c10d._world.pg_group_ranks
         of_groups = {
             group.handle: {rank: rank for rank in group.ranks}
-            for group in (topology.tensor, topology.context, *topology.expert_hops)
+            for group in (
+                topology.tensor,
+                topology.context,
+                topology.expert_tensor,
+                topology.expert_inputs,
+                *topology.expert_hops,
+            )
             if group.handle is not None
         }
         # where torch looks up the ranks of a message's group

@@ -113,7 +113,7 @@ def modules_of(traced: Trace, stage: StageWork) -> list[TracedModule]:
 ALONE = Zero(
     stage=0,
     sizes=ShardSizes(1, 1, 1),
-    experts=1,
+    of_experts=ShardSizes(1, 1, 1),
     ahead=False,
     early=False,
     offload=False,

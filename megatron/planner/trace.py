@@ -174,7 +174,8 @@ def that_counts(config: Config, kind: str) -> Config:
     model = sections["model"]
     parallel = sections["parallel"]
     context = parallel.context_parallel_size
-    ranks = math.lcm(context, parallel.expert_model_parallel_size)
+    tensor = parallel.tensor_model_parallel_size
+    ranks = math.lcm(context, math.lcm(tensor, parallel.expert_ranks) // tensor)
     sections["model"] = dataclasses.replace(
         model, num_layers=1, vocab_size=model.vocab_size or GPT2_VOCABULARY
     )

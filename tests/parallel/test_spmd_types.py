@@ -17,8 +17,8 @@ from megatron.layers import (
     attention_blocked,
     attention_fused,
     context_parallel,
+    expert_region,
     expert_router,
-    experts,
     linear,
     norm,
     ring,
@@ -93,9 +93,9 @@ TYPES = {
     collectives._SumOverRanks: lambda *, x, group, sequence_parallel: left(
         x, SimpleNamespace(tensor=group, sequence_parallel=sequence_parallel)
     ),
-    experts._Enter: lambda *, x, context: entered(x, context),
-    experts._SummedWeights: lambda *, weights, group: spmd.rules.convert(
-        weights, group.handle, src=spmd.I, dst=spmd.R
+    expert_region._Enter: lambda *, x, region: entered(x, region),
+    expert_region._Choices: lambda *, weights, region: spmd.rules.convert(
+        weights, region.tensor.handle, src=spmd.I, dst=spmd.R
     ),
     expert_router._Gather: lambda *, scores, group: spmd.rules.all_gather(
         scores, group.handle, src=spmd.S(0), dst=spmd.I

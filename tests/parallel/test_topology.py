@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,14 +15,26 @@ from megatron.parallel.layout import Layout, LayoutSizes
 from megatron.parallel.topology import Topology
 
 LAYOUTS = st.builds(Layout, *[st.integers(1, 4)] * 3, st.sampled_from(RANK_ORDERS))
-EXPERT_LAYOUTS = st.builds(
-    lambda t, p, r, context, nodes, each, order: Layout.for_world(
-        t * p * r * math.lcm(context, nodes * each),
-        LayoutSizes(t, p, context, nodes * each, each, rank_order=order),
-    ),
-    *[st.integers(1, 3)] * 6,
-    st.sampled_from(RANK_ORDERS),
-)
+
+
+@st.composite
+def expert_layouts(draw):
+    """Draw layouts with experts over tensor, context and data ranks."""
+    t, p, repeats, context, nodes, each, of_tensor = (draw(st.integers(1, 3)) for _ in range(7))
+    per_expert = draw(st.sampled_from([1, t, t * of_tensor]))
+    expert = nodes * each
+    data = math.lcm(context, per_expert * expert // math.gcd(per_expert * expert, t)) * repeats
+    order = draw(st.sampled_from(RANK_ORDERS))
+    sizes = LayoutSizes(t, p, context, expert, per_expert, each, rank_order=order)
+    try:
+        return Layout.for_world(t * p * data, sizes)
+    except ConfigError:  # partial tensor-parallel groups need the default order
+        partial = max(t, per_expert * expert) % min(t, per_expert * expert)
+        assert (partial and order != "tp-dp-pp") or order.index("dp") < order.index("tp")
+        return Layout.for_world(t * p * data, replace(sizes, rank_order=None))
+
+
+EXPERT_LAYOUTS = expert_layouts()
 
 
 def grid(layout):
@@ -78,22 +91,32 @@ def test_worlds_and_data_lines_that_do_not_divide(world, sizes, named):
 
 
 @given(EXPERT_LAYOUTS)
-def test_context_and_expert_ranks_divide_the_data_line(layout):
+def test_context_and_expert_ranks_divide_the_ranks_of_a_stage(layout):
+    """Experts are divided over the stage's ranks, with tensor-parallel neighbours side by side."""
     ranks = grid(layout)
     for (p, d, t), number in np.ndenumerate(ranks):
         topology = Topology.from_layout(layout, int(number))
-        line = ranks[p, :, t]
-        for group, size in ((topology.context, layout.context), (topology.expert, layout.expert)):
-            assert tuple(group.ranks) == tuple(line.reshape(-1, size)[d // size])
-            assert group.rank == d % size
-        if len(topology.expert_hops) > 1:
-            between, within = topology.expert_hops
-            square = line.reshape(-1, between.size, within.size)[d // layout.expert]
-            assert tuple(within.ranks) == tuple(square[between.rank])
-            assert tuple(between.ranks) == tuple(square[:, within.rank])
-        assert tuple(topology.expert_data.ranks) == tuple(line[d % layout.expert :: layout.expert])
-        assert topology.expert_data.rank == d // layout.expert
+        context = ranks[p, :, t].reshape(-1, layout.context)[d // layout.context]
+        assert tuple(topology.context.ranks) == tuple(context)
         assert topology.replica == d // layout.context < layout.replicas
+        nodes = 1 if layout.expert_node == 1 else layout.expert // layout.expert_node
+        mesh = ranks[p].reshape(-1, nodes, layout.expert // nodes, layout.expert_tensor_size)
+        copy, node, on_node, part = (int(at[0]) for at in np.nonzero(mesh == number))
+        for group, line in (
+            (topology.expert_tensor, mesh[copy, node, on_node]),
+            (topology.expert, mesh[copy, :, :, part].flatten()),
+            (topology.expert_data, mesh[:, node, on_node, part]),
+            *zip(
+                topology.expert_hops if nodes > 1 else (),
+                (mesh[copy, :, on_node, part], mesh[copy, node, :, part]),
+                strict=nodes > 1,
+            ),
+        ):
+            assert tuple(group.ranks) == tuple(line)
+            assert group.ranks[group.rank] == number
+        same_tensor = set(ranks[p, :, t].tolist())
+        inputs = [rank for rank in topology.expert_tensor.ranks if rank in same_tensor]
+        assert list(topology.expert_inputs.ranks) == inputs
 
 
 @given(EXPERT_LAYOUTS)
@@ -107,7 +130,7 @@ def test_every_member_makes_the_same_groups_in_the_same_order(layout):
     for rank in range(layout.world_size):
         calls = []
         topology = Topology.from_layout(
-            layout, rank, new_group=lambda ranks, calls=calls: calls.append(tuple(ranks))
+            layout, rank, new_group=lambda ranks, calls=calls: calls.append(tuple(ranks)) or [ranks]
         )
         made.append(calls)
         for group in (
@@ -119,19 +142,19 @@ def test_every_member_makes_the_same_groups_in_the_same_order(layout):
             topology.context,
             topology.expert,
             topology.expert_data,
+            topology.expert_tensor,
+            topology.expert_inputs,
+            topology.expert_span,
             *topology.expert_hops,
         ):
             assert group.ranks[group.rank] == rank
         assert all(rank in ranks for ranks in calls)
-        # No group twice, except that one may cover the whole world, and that context and expert
-        # groups and pairs of stages, whose messages overlap with the others', are their own.
-        extra = sum(group.size > 1 for group in (topology.context, topology.expert))
-        extra += 2 * (layout.expert_node > 1)
-        extra += topology.expert_data.size > 1 and topology.expert_data is not topology.data
-        extra += (0, 0, 1, 3)[min(layout.pipeline, 3)]  # two sides of each stage, and the ring
-        calls = calls[: len(calls) - extra]
-        small = [ranks for ranks in calls if len(ranks) < layout.world_size]
-        assert len(small) == len(set(small))
+        # Groups of dense layers with the same ranks are one group; messages of context and expert
+        # groups and of pairs of stages overlap with others, and have groups of their own.
+        dense = topology.tensor, topology.data, topology.pipeline, topology.model
+        handles = {}
+        for group in (*dense, *vars(topology.shards).values()):
+            assert group.handle is handles.setdefault(tuple(group.ranks), group.handle)
     assert len(set(map(len, made))) == 1
     for one in range(layout.world_size):
         for other in range(one):

@@ -251,6 +251,33 @@ EXPERT_SHAPES = [
     (2, dict(tp=2, cp=2, sp=True, packed=True, **DOCUMENTS)),
 ]
 
+
+def folded(ep, etp=1, **more):
+    """Return a case with experts over tensor, context and data ranks, each over `etp` of them."""
+    return experts(ep, expert_tensor_parallel_size=etp, **more)
+
+
+FOLDED_SHAPES = [
+    # EP over TP; TP and DP; TP and CP; part of TP
+    (2, 1, dict(tp=2, sp=True)),
+    (2, 1, dict(tp=2, dp=2, zero=0)),
+    (4, 1, dict(tp=2, dp=2, sp=True, zero=2, rank_order="tp-pp-dp")),
+    (4, 1, dict(tp=2, cp=2, sp=True, packed=True, zero=3, **DOCUMENTS)),
+    (2, 1, dict(tp=4, sp=True, recompute=MOE)),
+    (4, 1, dict(tp=4, dp=2, sp=True, zero=3, zero_shard_size=1)),
+    (4, 1, dict(tp=2, dp=4, sp=True, rank_order="pp-tp-dp", recompute=MOE_ACT, **TWO_NODES)),
+    (1, 1, dict(tp=2, pp=2, sp=True, schedule="zb-h1")),
+    (4, 1, dict(tp=4, pp=2, schedule="interleaved")),
+    # experts over fewer ranks than attention, or more
+    (2, 2, dict(tp=4, sp=True, zero=2)),
+    (2, 2, dict(tp=4, recompute=MOE)),
+    (2, 2, dict(dp=4, zero=3, packed=True, **DOCUMENTS)),
+    (1, 2, dict(cp=2, recompute=MOE_ACT)),
+    (2, 2, dict(pp=2, dp=4, schedule="zb-h1", zero=2)),
+    (2, 4, dict(tp=2, dp=4, sp=True)),
+    (1, 4, dict(tp=2, cp=2, zero=0)),
+]
+
 # Cases of every kind of parallelism, schedule, recomputation, precision, batch and kernel, with as
 # few processes as possible: cases of the same world size share them.
 TOGETHER = [
@@ -467,6 +494,19 @@ CAMPAIGN = [
             (2, dict(tp=2, dp=2, sp=True), {**BIASED, **NESTEROV}),
             (2, dict(pp=2, dp=2, schedule="zb-h1"), {**SWITCH, **MUP}),
             (2, dict(tp=2, cp=2), {**BIASED, **MUP, **MUON}),
+        )
+    ],
+    *[
+        folded(ep, etp, steps=5, **shape, **kind)
+        for kind in (EXPERTS, LATE_DROPS, SWITCH, BIASED_DROPS, {**BIASED, **MUON})
+        for ep, etp, shape in FOLDED_SHAPES
+    ],
+    *[
+        folded(3, etp, **shape, **{**EXPERTS, "num_experts": 6})
+        for etp, shape in (
+            (1, dict(tp=2, dp=3, sp=True)),
+            (1, dict(tp=2, dp=3, zero=0)),
+            (1, dict(tp=4, dp=3, sp=True)),
         )
     ],
     # With four of eight experts for each token, bf16 soon chooses different experts than fp32, even

@@ -39,15 +39,17 @@ DIVISORS = st.sampled_from([1, 2, 4])
 def test_groups_on_nodes(tensor, pipeline, data, context, expert, order, devices):
     data += -(tensor * pipeline * data) % devices and devices - data % devices  # whole nodes
     subgroups = dict(context=math.gcd(context, data), expert=math.gcd(expert, data))
+    if tensor % 2 == 0 and order.index("tp") < order.index("dp"):
+        each = math.gcd(expert, tensor)
+        subgroups |= dict(expert_tensor=each, expert=tensor // each * subgroups["expert"])
     layout = Layout(tensor, pipeline, data, order, **subgroups)
-    for name in ("tensor", "data", "context", "expert", "expert_data"):
+    for name in ("tensor", "data", "context", "expert", "expert_data", "expert_tensor"):
         nodes = {}
         for ranks in {layout.ranks(name, rank) for rank in range(layout.world_size)}:
             for node in {rank // devices for rank in ranks}:
                 group = tuple(rank % devices for rank in ranks if rank // devices == node)
                 nodes.setdefault(node, set()).add(group)
-        _, stride, size = layout.lines[name]
-        actual = groups_on_nodes(layout.world_size, devices, stride, size)
+        actual = groups_on_nodes(layout.world_size, devices, layout.lines[name])
         assert actual == {frozenset(groups) for groups in nodes.values()}, name
 
 

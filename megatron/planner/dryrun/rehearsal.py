@@ -106,7 +106,8 @@ def members_of(config: Config) -> list[Member]:
         alike[ranks[0]] = tuple(ranks)
     run = [(0, 0, p) for p in sorted(alike)]
     compared = [(layout.tensor - 1, 0, p) for p in sorted({0, size - 1}) if layout.tensor > 1]
-    sizes = layout.context, layout.expert, layout.shard_sizes[0], layout.data
+    span = layout.lines["expert_span"].size
+    sizes = layout.context, span, layout.shard_sizes[0], layout.data
     compared += [(0, d, 0) for d in sorted({count - 1 for count in sizes} - {0})]
     return [
         Member(layout.rank(tensor=t, data=d, pipeline=p), p, alike[p] if (t, d) == (0, 0) else ())

@@ -298,6 +298,7 @@ class LayoutSearch:
             parallel.pipeline_model_parallel_size,
             parallel.num_stages,
             parallel.expert_model_parallel_size,
+            parallel.expert_tensor_parallel_size,
         )
         if key not in self._known:
             # Parameters do not depend on the micro-batch size; a micro-batch of 1 is traced first.

@@ -143,24 +143,34 @@ class LayoutSpace:
                             f"tp={tp},pp={pp}: {tp * pp} into {world}, {layers} layers",
                         )
                         continue
-                    for cp, ep in self._context_and_expert_sizes(world // (tp * pp)):
+                    for cp, ep, etp in self._context_and_expert_sizes(tp, world // (tp * pp)):
                         yield from self._sizes(
-                            CandidateLayout(world, 0, tp, pp, cp=cp, ep=ep), rejections
+                            CandidateLayout(world, 0, tp, pp, cp=cp, ep=ep, etp=etp), rejections
                         )
 
-    def _context_and_expert_sizes(self, ranks: int) -> list[tuple[int, int]]:
-        """List the context- and expert-parallel sizes to try on `ranks` data-parallel ranks.
+    def _context_and_expert_sizes(self, tp: int, ranks: int) -> list[tuple[int, int, int]]:
+        """List context-, expert- and expert-tensor-parallel sizes for `ranks` data-parallel ranks.
 
         By default context parallelism uses powers of two, for long sequences only, and expert
-        parallelism every size that divides the number of experts.
+        parallelism every size that divides the number of experts. Each expert is on one rank, or
+        divided like attention.
         """
         model = self.base.model
         long = model.seq_length >= LONG
         experts = model.num_experts or 1
         powers = [1 << k for k in range(ranks.bit_length())] if long else [1]
-        divisors = [ep for ep in range(1, min(ranks, experts) + 1) if experts % ep == 0]
-        pairs = itertools.product(self._values("cp", powers), self._values("ep", divisors))
-        return [(cp, ep) for cp, ep in pairs if ranks % cp == ranks % ep == 0]
+        stage = tp * ranks
+        divisors = [ep for ep in range(1, min(stage, experts) + 1) if experts % ep == 0]
+        tensor = sorted({tp if n == 0 else n for n in self._values("etp", {1, tp})})
+        if model.num_experts is None:
+            tensor = [tp]
+        return [
+            (cp, ep, 0 if etp == tp else etp)
+            for cp, ep, etp in itertools.product(
+                self._values("cp", powers), self._values("ep", divisors), tensor
+            )
+            if ranks % cp == stage % (ep * etp) == max(tp, etp) % min(tp, etp) == 0
+        ]
 
     def _sizes(self, shape: CandidateLayout, rejections: Rejections) -> Iterator[CandidateLayout]:
         """Yield all sizes of this shape: batches, micro-batches, chunks and schedules.
@@ -268,7 +278,8 @@ class LayoutSpace:
 
         def fits(zero: tuple[int, int, int]) -> bool:
             _, shard, states = (n or ranks for n in zero)
-            rest = min(shard % size.ep, size.ep % shard)
+            held, experts = shard * size.tp, (size.etp or size.tp) * size.ep
+            rest = min(held % experts, experts % held)
             return ranks % states == states % shard == rest == 0 and all(
                 allowed(value, name, self.restrictions)
                 for name, value in zip(names, zero, strict=True)

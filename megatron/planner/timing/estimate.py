@@ -523,17 +523,18 @@ def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) ->
         sum(seconds_of(each, rates) for each in update[p.name].computations()) for p in parameters
     ]
     # even without ZeRO the ranks of an expert group have different experts
-    owners = zero.sizes.states
-    ranks = owners, max(owners, config.parallel.expert_model_parallel_size)
+    parallel = config.parallel
+    of_dense = zero.sizes.states * parallel.tensor_model_parallel_size
+    of_experts = zero.of_experts.states * parallel.expert_ranks
     shares = (
-        s * (p.global_shape[0] / ranks[1] if p.experts else 1 / ranks[0])
+        s * (p.global_shape[0] / of_experts if p.experts else 1 / of_dense)
         for s, p in zip(seconds, parameters, strict=True)
     )
-    work = max(sum(shares) / config.parallel.tensor_model_parallel_size, *seconds)
+    work = max(sum(shares), *seconds)
     rounds = max(1, round(sent / ROUND))
     message = value_bytes * sent / rounds
     messages = 2 * channels.seconds("all_gather", message)
-    if owners > 1:
+    if zero.sizes.states > 1:
         messages += 2 * channels.seconds("all_gather", message, "data")
     if device == "cpu":
         return work + rounds * messages

@@ -425,7 +425,7 @@ class _Decoder:
             replica = layout.coordinates(self._topology.rank)[1]
             source = layout.rank(tensor=0, data=replica, pipeline=layout.pipeline - 1)
             dist.broadcast(chosen, source, group=group.handle)
-        if (group := self._topology.expert).size > 1:  # its ranks run the same passes
+        if (group := self._topology.expert_span).size > 1:  # its ranks run the same passes
             dist.broadcast(chosen, group.ranks[0], group=group.handle)
         tokens: list[int] = chosen.tolist()
         if -1 in tokens:

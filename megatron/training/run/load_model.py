@@ -145,6 +145,7 @@ def _config(
         "tensor_model_parallel_size": topology.tensor.size,
         "pipeline_model_parallel_size": topology.pipeline.size,
         "expert_model_parallel_size": topology.expert.size,
+        "expert_tensor_parallel_size": topology.expert_tensor.size,
         "context_parallel_size": topology.context.size,
         **{name: value for name, value in settings.items() if value is not None},
     }

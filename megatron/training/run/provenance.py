@@ -109,6 +109,7 @@ def layout_record(config: Config, topology: Topology) -> dict[str, object]:
     more = {
         "context": layout.context,
         "expert": layout.expert,
+        "expert_tensor": layout.expert_tensor_size,
         "expert_ranks_per_node": layout.expert_node,
     }
     return {
