@@ -401,12 +401,13 @@ def write_model(
     temporary = decided_by_first(topology, lambda: start_folder(folder))
     try:
         failures = []
-        expert = topology.expert
-        expert_groups = topology.data.size // expert.size
-        expert_group = topology.data.rank // expert.size
-        writer = topology.tensor.is_first and expert.is_first
+        # data-parallel neighbours that gather full parameters together
+        together = topology.expert_span.size
+        sets = topology.data.size // together
+        number_of_set = topology.data.rank // together
+        writer = topology.tensor.is_first and topology.expert_span.is_first
         for number, file in enumerate(listed[topology.pipeline.rank]):
-            if number % expert_groups == expert_group:
+            if number % sets == number_of_set:
                 path = temporary / _file_name(before + number, len(files)) if writer else None
                 failures.append(_write_file(path, file, values(file), dtype))
             elif parameters.passes is not None:
@@ -482,7 +483,7 @@ def export(
     on_all     whether all data-parallel ranks must call `arriving` for the same parameters
 
     All ranks call it. In addition to the model, a rank needs memory for one full parameter, which
-    it gathers from its tensor- and expert-parallel groups. Raises the errors of `write_model`.
+    it gathers from the tensor-parallel and the experts' groups. Raises the errors of `write_model`.
     """
     owned: dict[str, list[torch.nn.Parameter]] = {}
     for p in unique_parameters(chunks):
@@ -506,21 +507,24 @@ def export(
 def _gathered(parameters: Iterable[torch.Tensor], topology: Topology) -> torch.Tensor | None:
     """Return the full parameter of which `parameters` are this rank's shards, in host memory.
 
-    Only the rank that is the first in both its tensor- and its expert-parallel group gets it; the
-    other ranks get None.
+    Only the first tensor-parallel rank of the first member of `expert_span` gets it; the other
+    ranks get None.
     """
-    tensor = topology.tensor
-    expert = topology.expert
+    writer = topology.tensor.is_first and topology.expert_span.is_first
     full = None
     for parameter in parameters:
         sharding = sharding_of(parameter)
         boxes = [(sharding.offset, sharding.extent)]
         shards = parameter.detach().unsqueeze(0)
-        for group, divides in ((expert, sharding.experts), (tensor, sharding.dim is not None)):
+        tensor = topology.tensor_of(sharding)
+        for group, divides in (
+            (topology.expert, sharding.experts),
+            (tensor, sharding.dim is not None),
+        ):
             if divides and group.size > 1:
                 boxes = [one for of_rank in gather_objects(boxes, group) for one in of_rank]
                 shards = gather_first(shards, group)
-        if not (tensor.is_first and expert.is_first):
+        if not writer:
             continue
         if full is None:
             full = torch.empty(sharding.global_shape, dtype=parameter.dtype)

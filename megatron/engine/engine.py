@@ -626,6 +626,7 @@ class Engine:
         else:
             value = all_reduce(total([t for f, t in terms if not f.sharding.experts]), states)
             of_experts = total([t for f, t in terms if f.sharding.experts])
+            of_experts /= self.topology.copies_in_span
             value += all_reduce(of_experts, self.topology.expert_span)
         return all_reduce(value, self.topology.model)
 

@@ -113,15 +113,17 @@ class Update:
             return pairs
 
         self._norm_gradients = lists(parameters)
-        # each with the ranks over which the squares are summed
-        self._summed: list[tuple[NormGradients, Group]]
+        # each with the ranks over which the squares are summed, and how often these hold each
+        self._summed: list[tuple[NormGradients, Group, int]]
         if topology.have_all_experts(shards.states):
-            self._summed = [(self._norm_gradients, shards.states)]
+            self._summed = [(self._norm_gradients, shards.states, 1)]
         else:
             of_experts = [p for p in parameters if sharding_of(p).experts]
             dense = [p for p in parameters if not sharding_of(p).experts]
-            span = topology.expert_span
-            self._summed = [(lists(dense), shards.states), (lists(of_experts), span)]
+            self._summed = [
+                (lists(dense), shards.states, 1),
+                (lists(of_experts), topology.expert_span, topology.copies_in_span),
+            ]
         self._limits: Tensor | None = None
         if limits:
             ends = [math.inf, *limits.values()]
@@ -220,7 +222,7 @@ class Update:
         """
         zero = torch.zeros((), device=self._topology.device)
         sums = list[Tensor]()
-        for gradients, group in self._summed:
+        for gradients, group, holders in self._summed:
             totals = []
             for counted, copies in gradients:
                 total = self._squares(counted) if counted else zero
@@ -228,7 +230,8 @@ class Update:
                     total = total + 0.0 * self._squares(copies)
                 totals.append(total)
             total = torch.stack(totals) if len(totals) > 1 else totals[0]
-            sums.append(all_reduce(total, group))
+            total = all_reduce(total, group)
+            sums.append(total / holders if holders > 1 else total)
         return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
     def _pass_gradients(self, factor: Tensor, loss_scale: float) -> None:

@@ -207,6 +207,11 @@ class Topology:
         return states.size * self.tensor.size % self.layout.expert_ranks == 0
 
     @property
+    def copies_in_span(self) -> int:
+        """Return how often `expert_span`, with all tensor ranks, holds each expert."""
+        return self.expert_span.size * self.tensor.size // self.layout.expert_ranks
+
+    @property
     def groups(self) -> list[Group]:
         """The groups with other ranks, each once, in the same order on all ranks; without pairs."""
         groups: dict[int, Group] = {}

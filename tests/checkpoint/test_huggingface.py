@@ -45,6 +45,8 @@ def config_of(folder, world, **more):
     settings = {n: v for n, v in plain(read_model(folder)[1]).items() if v is not None}
     dropouts = dict(hidden_dropout=0.0, attention_dropout=0.0)
     layout = dict(world_size=world, **LAYOUTS[world])
+    if world == 4 and settings.get("num_experts"):
+        layout |= dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1)
     step = dict(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0, lr=RATE)
     each = SAMPLES // LAYOUTS[world].get("expert_model_parallel_size", 1)
     batch = dict(micro_batch_size=each, global_batch_size=SAMPLES, make_vocab_size_divisible_by=8)

@@ -63,6 +63,7 @@ WORDS = {
     **{f"pp{n}": dict(pipeline_model_parallel_size=n) for n in (2, 4)},
     **{f"cp{n}": dict(context_parallel_size=n) for n in (2, 4)},
     **{f"ep{n}": dict(expert_model_parallel_size=n) for n in (2, 4)},
+    **{f"etp{n}": dict(expert_tensor_parallel_size=n) for n in (1, 2)},
     "sp": dict(sequence_parallel=True),
     "chunks": dict(num_layers_per_virtual_pipeline_stage=1),
     "zb": dict(enable_zbh1_pipeline=True),
@@ -92,6 +93,7 @@ WRITTEN = {
     "sequences": (MODEL, "tp2 cp2"),
     "tied": (TIED, "pp2 chunks"),
     "experts": (EXPERTS, "tp2 ep2"),
+    "experts, folded": (EXPERTS, "tp2 sp ep4 etp1 zero2"),
     "experts, zero 3": (EXPERTS, "halves ep2 host"),
     "frozen": (TIED | WORDS["ema"], "pp2"),
     "fp16": (TIED, "pp2 fp16 zb zero0"),
@@ -103,7 +105,8 @@ split -> pp2 cp2 zero0
 multi-query, tp4 -> bf16
 multi-query, dp4 -> tp4
 tied -> pp4
-experts, zero 3 -> tp2 ep2
+experts, zero 3 -> tp2 sp ep4 etp1
+experts, folded -> ep2 etp2 halves
 frozen -> zero3 tp2
 fp16 -> zero2 fp16 scale
 """
@@ -131,6 +134,9 @@ experts -> tp2 ep2
 experts -> tp2 sp pp2
 experts -> ep2 zero0
 experts -> zero3 ep4
+experts -> tp4 ep2 etp1 sp
+experts, folded -> tp2 ep2 etp1 zero3
+experts, folded -> pp2 tp2 ep2 etp1
 experts, zero 3 -> halves ep2
 experts, zero 3 -> zero3 tp2 sp fp16
 tied -> halves

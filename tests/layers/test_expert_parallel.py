@@ -1,7 +1,8 @@
 """Messages of expert parallelism: as few bytes as the routing allows."""
 
 import os
-from itertools import product
+from dataclasses import replace
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from megatron.layers.context import CallContext, Experts, LayerContext
 from megatron.layers.experts import ExpertMLP
 from megatron.metrics_file import read_records
 from megatron.parallel import collectives
+from megatron.parallel.collectives import split_first
 from tests.helpers.groups import join
 from tests.helpers.launching import TINY, launch
 from tests.helpers.processes import run_processes
@@ -27,6 +29,8 @@ NODES = 2
 def messages_body(rank):
     """Return results of a layer with ranks as one node, as two, and without tokens for the second.
 
+    Then the same with two replicas of two tensor-parallel ranks, each with half of the sequences.
+
     experts   of this rank's tokens
     sent      group, width of a row and bytes of each message
     results   output and gradient of the input; alone: those of one process with all experts
@@ -35,7 +39,7 @@ def messages_body(rank):
     start = collectives.start
 
     def recorded(call, group, size, function, x, *rest):
-        if call == b"all_to_all":
+        if call == b"all_to_all" or x.shape[-1] == H:
             sent.append((group.kind, x.shape[-1], size))
         return start(call, group, size, function, x, *rest)
 
@@ -52,36 +56,48 @@ def messages_body(rank):
         moe_shared_expert_overlap=True,
     )
 
-    def run(experts, empty):
+    def run(topology, empty, alone):
         one = LayerContext.single()
-        context = LayerContext(one.tensor, one.parameters, experts=experts)
+        tensor = topology.tensor
+        context = LayerContext(one.tensor, one.parameters, experts=Experts())
+        if not alone:
+            factory = replace(one.parameters, rank=tensor.rank, size=tensor.size)
+            groups = topology.expert, topology.expert_hops, topology.expert_tensor
+            context = LayerContext(tensor, factory, tensor.size > 1, experts=Experts(*groups))
         layer = ExpertMLP(context, "layers.0.mlp", config.model, 0)
-        x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(rank))
+        x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(topology.data.rank))
         if empty:
             x = x.abs()
             layer.router.weight.data[E // NODES :] = -9.0
-        y = layer(x.requires_grad_(), CallContext())
+        x = (x if alone else split_first(x, tensor).clone()).requires_grad_()
+        y = layer(x, CallContext())
         y.square().sum().backward()
-        return layer, x, [y.detach().numpy(), x.grad.numpy()]
+        results = [y.detach(), x.grad]
+        return layer, x, [split_first(z, tensor).numpy() if alone else z.numpy() for z in results]
 
     outcomes = []
-    for each, empty in ((1, False), (2, False), (2, True)):
-        topology = join(expert_model_parallel_size=4, expert_ranks_per_node=each)
+    for tensor, (each, empty) in product((1, 2), ((1, False), (2, False), (2, True))):
+        sizes = dict(expert_model_parallel_size=4, expert_tensor_parallel_size=1)
+        topology = join(tensor, **sizes, expert_ranks_per_node=each)
         sent.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(collectives, "start", recorded)
-            layer, x, results = run(Experts(topology.expert, topology.expert_hops), empty)
-        experts = layer.router(x, CallContext())[1].numpy().copy()
-        alone = run(Experts(), empty)[2]
-        outcomes.append(dict(experts=experts, sent=[*sent], results=results, alone=alone))
+            layer, x, results = run(topology, empty, False)
+            messages = [one for one in sent if one[0] != "tensor"]  # the shared expert's
+        experts = split_first(layer.router(x, CallContext())[1], topology.tensor).numpy().copy()
+        alone = run(topology, empty, True)[2]
+        outcomes.append(dict(experts=experts, sent=messages, results=results, alone=alone))
     return outcomes
 
 
 @pytest.mark.slow
 def test_a_token_is_sent_once_to_each_node_and_rank_of_its_experts():
-    """Rows of tokens and of results are those of the routing, in the forward and backward pass."""
-    one, two, empty = zip(*run_processes(4, messages_body), strict=True)
-    for result in (*one, *two, *empty):
+    """Rows of tokens and of results are those of the routing, in the forward and backward pass.
+
+    Nothing else of their width is sent, but over the tensor-parallel ranks for the shared expert.
+    """
+    cases = list(zip(*run_processes(4, messages_body), strict=True))
+    for result in chain(*cases):
         for mine, alone in zip(result["results"], result["alone"], strict=True):
             np.testing.assert_allclose(mine, alone, rtol=1e-4, atol=1e-6 * abs(alone).max())
 
@@ -101,7 +117,7 @@ def test_a_token_is_sent_once_to_each_node_and_rank_of_its_experts():
             else:  # the gradients of the weights
                 assert sent == [back]
 
-    for ranks, over_nodes in ((one, False), (two, True), (empty, True)):
+    for ranks, over_nodes in zip(cases, (False, True, True) * 2, strict=True):
         direct, between, within = np.zeros((3, 4, 4), dtype=int)
         for source, result in enumerate(ranks):
             for chosen in result["experts"] // (E // 4):
@@ -119,7 +135,8 @@ def test_a_token_is_sent_once_to_each_node_and_rank_of_its_experts():
             assert 0 < between.sum() < direct.sum(), (
                 "some tokens have experts on two ranks of a node"
             )
-    assert not any(result["experts"].max() >= E // 2 for result in empty)
+    for empty in (cases[2], cases[5]):
+        assert not any(result["experts"].max() >= E // 2 for result in empty)
 
 
 def name_node(name):

@@ -50,6 +50,8 @@ _OF_KIND = {
     "pipeline": "pipeline-wait",
     "data": "data-parallel",
     "expert_data": "data-parallel",
+    "expert_tensor": "tensor-parallel",
+    "expert_inputs": "tensor-parallel",
 }
 _ALL_RANKS = 64  # the largest job whose timeline has all ranks
 _MOST_EVENTS = 60_000  # in the file, about 9 MB
@@ -70,7 +72,7 @@ class Activity(NamedTuple):
         if isinstance(self.what, Instruction):
             return "forward" if self.what.op is Op.FORWARD else "backward"
         if isinstance(self.what, PendingCall):
-            return _OF_KIND.get(self.what.kind)
+            return _OF_KIND.get(self.what.kind.partition(".")[0])  # ZeRO's are of the data group
         return self.what if self.what in PHASES else None
 
 
