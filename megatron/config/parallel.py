@@ -53,7 +53,7 @@ class ParallelConfig:
     expert_model_parallel_size: int = option(
         1,
         "Expert-parallel size: number of ranks over which the experts of a layer are distributed. "
-        "These ranks are a subset of the data- and context-parallel ranks.",
+        "These are neighbouring ranks of a pipeline stage, whatever they are for attention.",
         PROCESSES,
         flags="--expert-model-parallel-size --moe-expert-parallel-size",
     )

@@ -311,7 +311,7 @@ TOGETHER = [
     layout(tp=2, sp=True, recompute=CHEAP, fused=True, **FAMILIES["olmo2"]),
     layout(dp=2, recompute=FULL, fused=True, **FAMILIES["gemma2"]),
     layout(dp=2, zero=3, recompute=FULL2, gradient_accumulation_fusion=False),
-    experts(2, dp=2, recompute=MOE, **EXPERTS, **MUON),
+    folded(2, tp=2, recompute=MOE, **EXPERTS, **MUON),
     layout(pp=2, dp=2, zero=2, schedule="zb-h1", overlap_grad_reduce=False),
     experts(4, dp=4, recompute=MOE_ACT, **TWO_NODES, **BIASED),
     layout(tp=2, dp=2, sp=True, recompute=FULL, **MUON, **QK_CLIP, **{**LLAMA, **MULTI_QUERY}),
@@ -482,6 +482,7 @@ CAMPAIGN = [
     *[
         experts(ep, steps=5, **shape, **kind)
         for ep, shape, kind in (
+            (2, dict(dp=2, recompute=MOE), {**EXPERTS, **MUON}),
             (1, dict(cp=4, **BOTH), DROPS),
             (2, dict(tp=2, pp=2, dp=2, sp=True, schedule="zb-h1"), BIASED),
             (2, dict(dp=2, fused=True, micro_batch_size=2, **DROPOUT), BY_SEQUENCE),

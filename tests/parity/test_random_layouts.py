@@ -5,6 +5,7 @@ magnified where a random model has small gradients, while a wrong scale, a missi
 mask still shows. MEGATRON_TEST_LAYOUTS=N draws N cases instead of 8.
 """
 
+import math
 import os
 import random
 
@@ -88,6 +89,44 @@ def draw_context(draw, ranks, model):
     return dict(context_parallel_size=size, cp_comm_type=kind)
 
 
+def draw_experts(draw, ranks, fields):
+    """Draw the fields of experts for stages of so many ranks; for half of the models, none."""
+    if draw.random() < 0.5:
+        return {}
+    tp = fields["tensor_model_parallel_size"]
+    experts = draw.choice([4, 6, 8])
+    meshes = [
+        (each, size)
+        for each in (1, 2, 4, 8)
+        for size in (1, 2, 3, 4, 8)
+        if ranks % (each * size) == experts % size == max(tp, each) % min(tp, each) == 0
+    ]
+    each, size = draw.choice(meshes)
+    shared = draw.choice([None, 64])
+    score = draw.choice(["softmax", "sigmoid"])
+    if ranks // tp % (size * each // math.gcd(size * each, tp)):
+        fields |= dict(zero_shard_size=0, zero_state_shard_size=0)
+    return dict(
+        num_experts=experts,
+        expert_tensor_parallel_size=each,
+        expert_model_parallel_size=size,
+        expert_ranks_per_node=draw.choice([n for n in (1, 2, 4) if size % n == 0]),
+        moe_router_topk=draw.choice([2, 3]),
+        moe_router_score_function=score,
+        moe_router_enable_expert_bias=score == "sigmoid" and draw.random() < 0.5,
+        moe_ffn_hidden_size=draw.choice([32, 64]),
+        moe_shared_expert_intermediate_size=shared,
+        moe_shared_expert_gate=shared is not None and draw.random() < 0.5,
+        moe_router_load_balancing_type=(
+            draw.choice(["aux_loss", "seq_aux_loss", "global_aux_loss"]),
+        ),
+        moe_aux_loss_coeff=(0.1,),
+        moe_z_loss_coeff=draw.choice([None, 0.01]),
+        moe_expert_capacity_factor=draw.choice([None, 1.0]),
+        add_bias_linear=shared is None and fields["add_bias_linear"],
+    )
+
+
 @pytest.mark.campaign("parity")
 @pytest.mark.parametrize("seed", range(CASES))
 def test_drawn_layout_equals_one_process(seed):
@@ -97,6 +136,7 @@ def test_drawn_layout_equals_one_process(seed):
     context = draw_context(draw, world_size, fields)
     fields |= context
     world_size *= context["context_parallel_size"]
+    fields |= draw_experts(draw, world_size // fields["pipeline_model_parallel_size"], fields)
     check(
         fields, [result for (result,) in run_processes(world_size, train, [fields], timeout_s=600)]
     )
