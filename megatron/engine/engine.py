@@ -218,7 +218,7 @@ class Engine:
             config,
             [bucket for bucket, _ in trained],
             exact,
-            self._shards[0],
+            self._shards,
         )
         models: dict[Tensor, Tensor] = {}
         if config.engine.cpu_offload:  # in fp32 the masters are on the device
@@ -620,14 +620,14 @@ class Engine:
         def total(some: list[Tensor]) -> Tensor:
             return torch.stack([zero, *(t.to(zero) for t in some)]).sum()
 
-        states = self._shards[0].states
-        if self.topology.have_all_experts(states):
+        states, of_experts = (shards.states for shards in self._shards)
+        holders, copies = self.topology.holders_of_experts(states, of_experts)
+        if holders is states and copies == 1:
             value = all_reduce(total([t for _, t in terms]), states)
         else:
             value = all_reduce(total([t for f, t in terms if not f.sharding.experts]), states)
-            of_experts = total([t for f, t in terms if f.sharding.experts])
-            of_experts /= self.topology.copies_in_span
-            value += all_reduce(of_experts, self.topology.expert_span)
+            experts = total([t for f, t in terms if f.sharding.experts])
+            value += all_reduce(experts, holders) / copies
         return all_reduce(value, self.topology.model)
 
     @torch.no_grad()

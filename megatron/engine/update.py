@@ -40,7 +40,7 @@ class Update:
     inner      the optimizer; each of its groups has one parameter, this rank's range of a bucket
     buckets    one for each parameter group, in their order
     exact      this rank's range of the fp32 weights of each bucket  # [n / ranks]
-    shards     the ranks that share parameters other than experts
+    shards     the ranks that share parameters other than experts, and those that share experts
 
     masters    the parameters of `inner`: `exact`, or the weights themselves in fp32
     """
@@ -53,7 +53,7 @@ class Update:
         config: Config,
         buckets: Sequence[Bucket],
         exact: Sequence[Tensor],
-        shards: ShardGroups,
+        shards: tuple[ShardGroups, ShardGroups],
     ) -> None:
         self._engine = engine
         self._inner = inner
@@ -115,15 +115,14 @@ class Update:
         self._norm_gradients = lists(parameters)
         # each with the ranks over which the squares are summed, and how often these hold each
         self._summed: list[tuple[NormGradients, Group, int]]
-        if topology.have_all_experts(shards.states):
-            self._summed = [(self._norm_gradients, shards.states, 1)]
+        states, expert_states = (each.states for each in shards)
+        holders, copies = topology.holders_of_experts(states, expert_states)
+        if holders is states and copies == 1:
+            self._summed = [(self._norm_gradients, states, 1)]
         else:
             of_experts = [p for p in parameters if sharding_of(p).experts]
             dense = [p for p in parameters if not sharding_of(p).experts]
-            self._summed = [
-                (lists(dense), shards.states, 1),
-                (lists(of_experts), topology.expert_span, topology.copies_in_span),
-            ]
+            self._summed = [(lists(dense), states, 1), (lists(of_experts), holders, copies)]
         self._limits: Tensor | None = None
         if limits:
             ends = [math.inf, *limits.values()]
@@ -222,7 +221,7 @@ class Update:
         """
         zero = torch.zeros((), device=self._topology.device)
         sums = list[Tensor]()
-        for gradients, group, holders in self._summed:
+        for gradients, group, held in self._summed:
             totals = []
             for counted, copies in gradients:
                 total = self._squares(counted) if counted else zero
@@ -231,7 +230,7 @@ class Update:
                 totals.append(total)
             total = torch.stack(totals) if len(totals) > 1 else totals[0]
             total = all_reduce(total, group)
-            sums.append(total / holders if holders > 1 else total)
+            sums.append(total / held if held > 1 else total)
         return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
     def _pass_gradients(self, factor: Tensor, loss_scale: float) -> None:

@@ -39,6 +39,7 @@ class ExpertRegion:
 
     def __init__(self, context: LayerContext) -> None:
         shared = shared_by(context)
+        self.context = context
         self.tensor = context.tensor
         self.sequence_parallel = context.sequence_parallel
         self.experts: Group = context.tensor if shared.tensor is None else shared.tensor

@@ -168,15 +168,14 @@ class ExpertMLP(nn.Module):
         super().__init__()
         fills = weight_fills(config)
         self.context = context
-        self.region = ExpertRegion(context)
+        self._region = ExpertRegion(context)
         self.summed = summed or self.region.folded
         self.operators = KERNELS if context.fusions.permute else REFERENCES
         self.group = shared_by(context).group
         self.overlap = config.moe_shared_expert_overlap
         self.hops = shared_by(context).hops or (self.group,) if self.group.size > 1 else ()
         factors = config.moe_expert_capacity_factor, config.moe_eval_capacity_factor
-        # whether every choice is one of this rank's experts, unless there is padding
-        self.dropless = self.group.size == 1 and factors == (None, None) and not self.region.masks
+        self.dropless = self.group.size == 1 and factors == (None, None)
         self.activation = config.activation
         self.fused = context.fusions.bias_activation
         self.recompute_activation = recompute_activation
@@ -208,6 +207,13 @@ class ExpertMLP(nn.Module):
                 make = context.parameters.create
                 self.gate = make(f"{of}.gate.weight", (1, hidden), None, fills[0])
 
+    @property
+    def region(self) -> ExpertRegion:
+        """The ranks that divide each expert; generation of text sets another context."""
+        if self._region.context is not self.context:
+            self._region = ExpertRegion(self.context)
+        return self._region
+
     def forward(self, x: Tensor, call: CallContext) -> Tensor:
         if not self.recompute or not torch.is_grad_enabled():
             return self._forward(x, call)
@@ -237,7 +243,7 @@ class ExpertMLP(nn.Module):
                 # the tokens' gradients are sent back.
                 shared = self._shared(of_shared)
             tokens = arrival.wait(tokens)
-        dropless = self.dropless and call.padding is None
+        dropless = self.dropless and call.padding is None and not self.region.masks
         rows = self._experts(tokens, *choices, lambda: numbers()[at:], dropless)
         for dispatch in reversed(dispatches):
             rows = dispatch.back(rows)

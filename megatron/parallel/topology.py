@@ -202,14 +202,16 @@ class Topology:
         """Return the ranks that divide a parameter, or hold copies of what they do not divide."""
         return self.expert_tensor if sharding.experts else self.tensor
 
-    def have_all_experts(self, states: Group) -> bool:
-        """Return whether the ranks of `states`, and the tensor ranks of each, hold all experts."""
-        return states.size * self.tensor.size % self.layout.expert_ranks == 0
+    def holders_of_experts(self, states: Group, expert_states: Group) -> tuple[Group, int]:
+        """Return data-parallel ranks that, with all tensor ranks, hold the experts' state.
 
-    @property
-    def copies_in_span(self) -> int:
-        """Return how often `expert_span`, with all tensor ranks, holds each expert."""
-        return self.expert_span.size * self.tensor.size // self.layout.expert_ranks
+        Also return how often they hold it.
+
+        states, expert_states  ShardGroups.states of other parameters, and of experts
+        """
+        once = self.layout.expert_ranks
+        group = self.expert_span if states.size * self.tensor.size % once else states
+        return group, group.size * self.tensor.size // (once * expert_states.size)
 
     @property
     def groups(self) -> list[Group]:

@@ -268,6 +268,7 @@ FOLDED_SHAPES = [
     (4, 1, dict(tp=2, dp=4, sp=True, rank_order="pp-tp-dp", recompute=MOE_ACT, **TWO_NODES)),
     (1, 1, dict(tp=2, pp=2, sp=True, schedule="zb-h1")),
     (4, 1, dict(tp=4, pp=2, schedule="interleaved")),
+    (1, 2, dict(tp=4, dp=2, sp=True, zero=0)),
     # experts over fewer ranks than attention, or more
     (2, 2, dict(tp=4, sp=True, zero=2)),
     (2, 2, dict(tp=4, recompute=MOE)),
@@ -510,6 +511,7 @@ CAMPAIGN = [
             (1, dict(tp=4, dp=3, sp=True)),
         )
     ],
+    folded(2, tp=2, sp=True, **FAMILIES["gptj"], num_experts=4, moe_router_topk=2),
     # With four of eight experts for each token, bf16 soon chooses different experts than fp32, even
     # on one process: the gradient norm of the second step is 3 % off.
     *[

@@ -265,7 +265,12 @@ LAYOUTS = (
 EXPERTS = dict(num_experts=4, moe_layer_freq=(0, 1, 1, 1), moe_router_topk=2)
 OF_EXPERTS = (
     SPLIT,
-    dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2),
+    dict(
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        expert_model_parallel_size=4,
+        expert_tensor_parallel_size=1,
+    ),
 )
 
 
