@@ -390,11 +390,13 @@ class Input:
         data = config.data
         ids = np.zeros((size, context + 1), np.int64)
         counts = np.zeros((size, context), np.float32)
+        lengths = [0] * size
         for row, window in enumerate(windows):
             ids[row] = window.tokens
             counts[row, window.start : window.stop] = 1.0
+            lengths[row] = window.stop
         separation = dataclasses.replace(Separation.of(data, tokenizer), eod_mask_loss=self._masked)
-        batch = make_micro_batch(ids, separation=separation)
+        batch = make_micro_batch(ids, lengths=lengths, separation=separation)
         mask = batch.loss_mask * torch.from_numpy(counts)
         return dataclasses.replace(batch, loss_mask=mask).to(self._trained.topology.device)
 

@@ -350,6 +350,20 @@ class MicroBatch:
         both = (self.cu_seqlens is None) == (self.document_lengths is None)
         assert both, "cu_seqlens and document_lengths are given together"
 
+    def without_last(self, samples: int, shape: tuple[int, int]) -> MicroBatch:
+        """Return a copy whose last `samples` samples are padding.
+
+        shape  (b, s), needed for a micro-batch without content: its stage may have routers, for
+               which the padding counts
+        """
+        padding = torch.zeros(shape, dtype=torch.bool, device=self.loss_mask.device)
+        if self.padding is not None:
+            padding |= self.padding
+        padding[-samples:] = True
+        loss_mask = self.loss_mask.clone()
+        loss_mask[-samples:] = 0.0
+        return dataclasses.replace(self, loss_mask=loss_mask, padding=padding)
+
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on `device`; from pinned memory the copy is asynchronous."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -371,6 +385,7 @@ def make_micro_batch(
     tokens: Int64Array,
     *,
     segments: Sequence[Int64Array] | None = None,
+    lengths: Sequence[int] | None = None,
     loss_tokens: Sequence[Int64Array | None] | None = None,
     separation: Separation = Separation(),
     first_sample: int = 0,
@@ -381,6 +396,9 @@ def make_micro_batch(
     rest is padding. The pieces are the documents: positions start at 0 in each, attention stays
     within a piece, and a position whose label is in another piece or in the padding is excluded
     from the loss. The two resets of `separation` have no effect.
+
+    lengths: for samples padded at the end, the number of positions of each that are not padding,
+    with their labels; the rest is excluded from the loss.
 
     loss_tokens: for each sample, which of its s + 1 tokens count in the loss as labels, 0 or 1;
     None: all of them.
@@ -407,14 +425,17 @@ def make_micro_batch(
         opens[:, 1:], real = _piece_starts(segments, tokens.shape, first_sample)
         in_loss &= ~opens[:, 1:] & real[:, 1:]
         padding = ~real[:, :-1]
+    if lengths is not None:
+        padding |= np.arange(inputs.shape[1]) >= np.asarray(lengths)[:, None]
+        in_loss &= ~padding
     for row, marked in enumerate(loss_tokens or ()):
         if marked is not None:
             in_loss[row] &= marked[1:] != 0
     starts = np.flatnonzero(opens[:, :-1])
-    lengths = np.diff(starts, append=inputs.size)
+    of_documents = np.diff(starts, append=inputs.size)
     positions = np.arange(inputs.size)
     if separation.reset_position_ids or apart:
-        positions -= np.repeat(starts, lengths)
+        positions -= np.repeat(starts, of_documents)
     else:
         positions %= inputs.shape[1]
     apart = apart or separation.reset_attention_mask
@@ -427,7 +448,7 @@ def make_micro_batch(
         if apart
         else None,
         first_sample=first_sample,
-        document_lengths=lengths if apart else None,
+        document_lengths=of_documents if apart else None,
         padding=torch.from_numpy(padding) if padding.any() else None,
     )
 

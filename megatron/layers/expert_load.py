@@ -62,14 +62,14 @@ def take_figures(
         layers, experts + len(names) + 3, dtype=torch.float64, device=topology.device
     )
     for router in routers:
-        values = router.losses, router.dropped.view(1), router.entropy.view(1)
+        values = (
+            router.losses,
+            *map(torch.atleast_1d, (router.dropped, router.entropy, router.passes)),
+        )
         if topology.tensor.is_first:  # the other tensor ranks have the same tokens
-            row = torch.cat([router.interval, *values]).double()
-            table[router.layer, :-1] = row
-            table[router.layer, -1] = router.passes
+            table[router.layer] = torch.cat([router.interval, *values]).double()
         for value in (router.interval, *values):
             value.zero_()
-        router.passes = 0
     all_reduce(table, topology.world)
     rows = {layer: row for layer, row in enumerate(table.tolist()) if row[-1]}
     means = (

@@ -105,8 +105,9 @@ class Router(torch.nn.Module):
     load         how often each expert was chosen since the last step, before drops, by the tokens
                  of all tensor ranks together  # [E], fp32
 
-    Sums since the last log line (take_figures): `passes`, the number of micro-batches; `losses`,
-    each balancing loss without its coefficient, then the z-loss; and only if `measured`
+    Sums since the last log line (take_figures): `passes`, the number of micro-batches, without
+    those of padding alone; `losses`, each balancing loss without its coefficient, then the z-loss;
+    and only if `measured`
     (--moe-per-layer-logging): `interval`, like `load`; `dropped`, the number of dropped choices;
     and `entropy`, of each token's normalised scores.
 
@@ -148,7 +149,7 @@ class Router(torch.nn.Module):
         self.losses = zeros.new_zeros(len(self.balancing) + 1)
         self.dropped = zeros.new_zeros(())
         self.entropy = zeros.new_zeros(())
-        self.passes = 0
+        self.passes = zeros.new_zeros(())
         self.expert_bias = zeros.clone() if config.moe_router_enable_expert_bias else None
         self.measured = False
 
@@ -184,8 +185,8 @@ class Router(torch.nn.Module):
             weights = self._with_losses(logits, weights, experts, real, counts)
         within = self._within_capacity(weights, experts, x.shape[1])
         if counts and self.training:
-            self.passes += 1
             with torch.no_grad():
+                self.passes += 1 if call.padding is None else call.padding.all().logical_not()
                 self.load += (load := self._count(experts))
                 if self.measured:
                     self.interval += load

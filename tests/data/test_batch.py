@@ -104,6 +104,12 @@ def test_pieces_against_loop(case, eod_mask_loss, seed):
             if position == 0:
                 bounds.append(b * length + j)
     check_documents(batch, [*bounds, len(samples) * length])
+    filled = [sum(lengths) for lengths in samples]
+    padded = make_micro_batch(tokens, lengths=filled)
+    padding = np.arange(length) >= np.array(filled)[:, None]
+    np.testing.assert_array_equal(padded.loss_mask == 0, padding)
+    np.testing.assert_array_equal(padding & (padded.padding is not None), padding)
+    assert padded.padding is None or np.array_equal(padded.padding, padding)
 
 
 def test_refuses():

@@ -276,6 +276,7 @@ def test_figures_are_means_over_layers_and_shares_of_the_interval():
     router.layer = 1
     router.measured = True
     xs = torch.randn(2, S, B, H, generator=torch.Generator().manual_seed(1))
+    router(xs[0], CallContext(padding=torch.ones(B, S, dtype=torch.bool)))  # is no micro-batch
     chosen = []
     dropped = 0
     logits = []

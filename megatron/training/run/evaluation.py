@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 import time
@@ -258,24 +257,19 @@ def report_validation(
 def batches_of(run: Run, stream: MicroBatchStream, samples: int) -> Iterator[list[MicroBatch]]:
     """Yield this rank's micro-batches of each global batch over the next `samples` samples.
 
-    Samples beyond these, which fill the last micro-batches, are masked in the loss.
+    Samples beyond these, which fill the last micro-batches, are padding, on every stage.
     """
     stop = stream.consumed_samples + samples
     batches = run.batches
+    shape = run.config.batch.micro_batch_size, run.config.model.seq_length
     while (left := stop - stream.consumed_samples) > 0:
         micro_batches = stream.take(
             -(-min(left, batches.global_batch_size_at_end) // batches.replica_batch_size)
         )
         for i, batch in enumerate(micro_batches):
-            over = batch.first_sample + len(batch.loss_mask) - stop
+            over = batch.first_sample + shape[0] - stop
             if over > 0:
-                mask = batch.loss_mask.clone()
-                mask[-over:] = 0.0
-                padding = torch.zeros_like(mask, dtype=torch.bool)
-                if batch.padding is not None:
-                    padding |= batch.padding
-                padding[-over:] = True
-                micro_batches[i] = dataclasses.replace(batch, loss_mask=mask, padding=padding)
+                micro_batches[i] = batch.without_last(min(over, shape[0]), shape)
         yield micro_batches
 
 

@@ -148,11 +148,12 @@ def _batch(
         ids[row, : len(request.ids)] = request.ids
         marks[row, request.start - 1 : len(request.ids) - 1] = 1.0
     batch = make_micro_batch(
-        ids, separation=Separation.of(model.config.data, model.tokenizer), first_sample=number
+        ids,
+        lengths=([len(request.ids) - 1 for request in requests] + [0] * size)[:size],
+        separation=Separation.of(model.config.data, model.tokenizer),
+        first_sample=number,
     )
-    lengths = np.array([len(request.ids) - 1 for request in requests] + [0] * size)[:size]
-    padding = torch.from_numpy(np.arange(length) >= lengths[:, None])
-    marked = dataclasses.replace(batch, loss_mask=torch.from_numpy(marks), padding=padding)
+    marked = dataclasses.replace(batch, loss_mask=torch.from_numpy(marks))
     return marked.to(model.topology.device)
 
 
