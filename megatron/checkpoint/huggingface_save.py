@@ -50,7 +50,7 @@ from megatron.checkpoint.shared_errors import decided_by_first, errors_on_all_ra
 from megatron.checkpoint.writer import Alive, SyncedFile, nothing
 from megatron.config import Config
 from megatron.config.io import TokenizerConfig
-from megatron.config.model import ModelConfig
+from megatron.config.model import EVEN_CHOICES, ModelConfig
 from megatron.config.option import options_of
 from megatron.data.tokenizer import build_tokenizer
 from megatron.engine.optimizer import unique_parameters
@@ -155,6 +155,8 @@ def lacking(model: ModelConfig) -> list[str]:
     ]
     if flags:
         notes.append(f"config.json lacks {', '.join(flags)}: to continue training, pass them again")
+    if model.moe_router_force_load_balancing:
+        notes.append(f"the weights are those of {EVEN_CHOICES}")
     if (factor := model.moe_eval_capacity_factor) is not None:
         notes.append(
             "transformers drops no tokens, but evaluation here does (--moe-eval-capacity-factor "

@@ -33,7 +33,7 @@ from megatron.checkpoint.find import (
     open_checkpoint,
     required,
 )
-from megatron.checkpoint.settings import check_architecture, check_optimizer
+from megatron.checkpoint.settings import check_architecture, check_benchmark, check_optimizer
 from megatron.checkpoint.shards import (
     Entries,
     Shard,
@@ -128,6 +128,8 @@ def load(
         optimizer = optimizer and not upcycled
         with errors_on_all_ranks(topology, f"loading checkpoint {where}"):
             check_architecture(checkpoint.config, dense(config) if upcycled else config, where)
+            if not (settings.finetune or upcycled):
+                check_benchmark(checkpoint.config, config, where)
             if optimizer:
                 check_optimizer(checkpoint.config, config, where)
                 if not checkpoint.state["optimizer"]:

@@ -21,6 +21,7 @@ from megatron.config.io import TokenizerConfig, hugging_face_folder
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 from megatron.config.pieces import Pieces
+from megatron.config.settings import all_options
 from megatron.engine.optimizer_state import optimizer_state, wants_full_parameters
 from megatron.errors import CheckpointError
 from megatron.model.formulas import parameters_of
@@ -35,7 +36,7 @@ _OF_TRAINING = frozenset(
     init_method_std init_method_xavier_uniform mup_attn_scale_power moe_use_upcycling
     moe_shared_expert_overlap moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_bias_update_rate moe_input_jitter_eps moe_expert_capacity_factor
-    moe_eval_capacity_factor moe_token_drop_policy
+    moe_eval_capacity_factor moe_token_drop_policy moe_router_force_load_balancing
     """.split()
 )
 ARCHITECTURE = [o.name for o in options_of(ModelConfig) if o.name not in _OF_TRAINING]
@@ -154,6 +155,23 @@ def check_optimizer(stored: dict[str, Any], config: Config, where: str) -> None:
         raise CheckpointError(
             f"{where} has the optimizer state of --optimizer {saved}, with which {current} cannot "
             "continue: use --no-load-optim, which loads the weights and starts a new state"
+        )
+
+
+def check_benchmark(stored: dict[str, Any], config: Config, where: str) -> None:
+    """Raise CheckpointError if only one of the runs draws experts instead of choosing by score.
+
+    Either would continue with routers that do not fit: after a benchmark they have learned nothing,
+    and in one the experts of a trained model get the tokens of all the others.
+    """
+    name = "moe_router_force_load_balancing"
+    before = bool(stored.get("model", {}).get(name))
+    if before != getattr(config.model, name):
+        flag = all_options()[name].flag
+        with_it, remedy = ("with", "add") if before else ("without", "remove")
+        raise CheckpointError(
+            f"{where} was trained {with_it} {flag}, and neither does a benchmark continue a training "
+            f"nor the reverse: {remedy} this flag, or start anew from the weights with --finetune"
         )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.deepspeed_json import merge_deepspeed_json
-from megatron.config.model import ModelConfig
+from megatron.config.model import EVEN_CHOICES, ModelConfig
 from megatron.config.option import pairs
 from megatron.config.parallel import SIZES, layout_counts
 from megatron.config.parallel_checks import ring_limits
@@ -376,7 +376,10 @@ def _experts(s: Settings) -> None:
                 flag = flag if flag.startswith("--") else option.written(v[name])
                 s.notices.append(f"{flag} has no effect: there are no experts")
                 s.derive(name, option.default, "derived: there are no experts")
-    elif s.usable("ffn_hidden_size"):
+        return
+    if v["moe_router_force_load_balancing"]:
+        s.notices.append(EVEN_CHOICES)
+    if s.usable("ffn_hidden_size"):
         s.fill("moe_ffn_hidden_size", v["ffn_hidden_size"], "derived from ffn-hidden-size")
 
 

@@ -21,6 +21,11 @@ from megatron.config.option import (
     option,
 )
 
+EVEN_CHOICES = (
+    "a benchmark: --moe-router-force-load-balancing draws the experts of each token at random"
+)
+"""Remark on a run and on everything reported about it."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -356,6 +361,11 @@ class ModelConfig:
         "Number of groups from which each token chooses: those with the largest sums of their best "
         "moe-router-topk / moe-router-group-topk scores.",
         WIDTH,
+    )
+    moe_router_force_load_balancing: bool = option(
+        False,
+        "For benchmarks: in training, draw each token's experts at random, all equally likely, "
+        "instead of choosing them by score. The model does not learn which experts to choose.",
     )
     moe_router_load_balancing_type: tuple[str, ...] = option(
         ("aux_loss",),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron import metrics_file
+from megatron.config.model import EVEN_CHOICES
 from megatron.errors import DataError
 from megatron.metrics_file import SETTINGS, Records, check_kinds, read_beside, read_records
 from megatron.model import formulas
@@ -236,7 +237,9 @@ def figures(
         sum(line.skipped for line in run.lines),
         sum(line.nan for line in run.lines),
         memory,
-        notes=(run.remark,) if run.remark else (),
+        notes=tuple(
+            filter(None, (run.remark, run.get("moe_router_force_load_balancing") and EVEN_CHOICES))
+        ),
     )
     if not run.lines:
         return result

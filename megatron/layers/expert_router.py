@@ -163,18 +163,18 @@ class Router(torch.nn.Module):
         config = self.config
         context = self.context
         if config.moe_input_jitter_eps and call.dropout is not None:
-            seed, row_layout = call.hidden_mask(x, self.layer, Site.ROUTER, context)
-            assert seed is not None, "in training, masks have a key"
-            layouts = row_layout if isinstance(row_layout, list) else [row_layout]
-            both = zip(x.chunk(len(layouts)), layouts, strict=True)
-            eps = config.moe_input_jitter_eps
-            x = x * torch.cat([placed_noise(chunk, eps, seed, at) for chunk, at in both])
+            x = x * self._noise(x, config.moe_input_jitter_eps, Site.ROUTER, call, context)
         logits = _Scores.apply(x, self.weight)
         if config.use_mup:
             logits = logits * config.router_scale
         if context.sequence_parallel:
             logits = _Gather.apply(logits, context.tensor, True)
-        weights, experts = self.choose(logits.flatten(0, 1))
+        drawn: Tensor | None = None
+        if config.moe_router_force_load_balancing and call.dropout is not None:
+            # every tensor rank has all tokens here
+            noise = self._noise(logits.detach(), 1.0, Site.CHOICE, call, context.alone())
+            drawn = noise.flatten(0, 1)
+        weights, experts = self.choose(logits.flatten(0, 1), drawn)
         if (padding := call.padding) is not None:
             padding = context.cut(padding).t().reshape(-1, 1)
             weights = weights.masked_fill(padding, 0.0)
@@ -199,8 +199,21 @@ class Router(torch.nn.Module):
             experts = experts.masked_fill(~within, -1)
         return weights, experts
 
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights and experts [t, k] for logits [t, E], best first."""
+    def _noise(
+        self, like: Tensor, most: float, site: Site, call: CallContext, context: LayerContext
+    ) -> Tensor:
+        """Return noise from U(1 - most, 1 + most) for the tokens of `like`, [s(/tp), b, ..]."""
+        seed, row_layout = call.hidden_mask(like, self.layer, site, context)
+        assert seed is not None, "in training, masks have a key"
+        layouts = row_layout if isinstance(row_layout, list) else [row_layout]
+        both = zip(like.chunk(len(layouts)), layouts, strict=True)
+        return torch.cat([placed_noise(chunk, most, seed, at) for chunk, at in both])
+
+    def choose(self, logits: Tensor, drawn: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return weights and experts [t, k] for logits [t, E], best first.
+
+        drawn  numbers by which experts are chosen instead of scores; weights are still by score
+        """
         config = self.config
         k = config.moe_router_topk
         softmax = config.moe_router_score_function == "softmax"
@@ -210,6 +223,8 @@ class Router(torch.nn.Module):
             scores = logits.softmax(-1) if config.moe_router_pre_softmax else logits
         with torch.no_grad():
             biased = scores if self.expert_bias is None else scores + self.expert_bias
+            if drawn is not None:
+                biased = drawn
             if config.moe_router_num_groups is not None:
                 biased = self._within_groups(biased)
             experts = biased.topk(k, dim=-1).indices
@@ -260,16 +275,19 @@ class Router(torch.nn.Module):
         real  see balancing_loss  # [s, b]
         """
         losses = list[Tensor]()
+        forced = self.config.moe_router_force_load_balancing
         if (
             context_parallel := self.context.context_parallel
         ) is not None:  # losses cover full sequences
             logits = _Gather.apply(logits, context_parallel.group, False)
-            experts = self.choose(logits.detach().flatten(0, 1))[1]
+            if forced:
+                experts = gather_first(experts, context_parallel.group)
+            else:
+                experts = self.choose(logits.detach().flatten(0, 1))[1]
             real = None if real is None else gather_first(real, context_parallel.group)
         shares = self.shares(logits) if self.balancing else logits
-        if self.balancing and (
-            self.expert_bias is not None or self.config.moe_router_num_groups is not None
-        ):
+        limited = self.expert_bias is not None or self.config.moe_router_num_groups is not None
+        if self.balancing and limited and not forced:
             # Losses use choices without bias or group limit (arXiv 2412.19437, eq. 18).
             experts = shares.detach().topk(self.config.moe_router_topk, dim=-1).indices
         experts = experts.view(*logits.shape[:2], -1)

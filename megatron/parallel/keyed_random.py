@@ -49,13 +49,16 @@ def name_key(name: str) -> int:
 
 
 class Site(enum.IntEnum):
-    """The points of the model at which a mask or, for ROUTER, noise is drawn."""
+    """The points of the model at which a mask is drawn, or noise: for ROUTER, on a router's input;
+    for CHOICE, in place of its scores.
+    """
 
     EMBEDDING = 0
     ATTENTION = 1
     ATTENTION_OUTPUT = 2
     MLP_OUTPUT = 3
     ROUTER = 4
+    CHOICE = 5
 
 
 class RowLayout(NamedTuple):

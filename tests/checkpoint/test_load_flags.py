@@ -26,7 +26,7 @@ SMALL = (
 )
 MODEL = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
-    "--max-position-embeddings 8 --tokenizer-type NullTokenizer --vocab-size 30"
+    "--max-position-embeddings 8 --tokenizer-type NullTokenizer --vocab-size 30 --num-experts 2"
 )
 STEP = "--lr 1e-30 --min-lr 0"
 # Run length and flags; then iterations, optimizer steps and the iteration that was loaded, or the
@@ -39,6 +39,11 @@ RUNS = {
     "reset": ("1 --reset-iteration", (1, 5, 4)),
     "finetune": ("1 --finetune", (1, 1, 4)),
     "args": ("5 --use-checkpoint-args", (5, 5, 4)),
+    "benchmark": (
+        "5 --moe-router-force-load-balancing",
+        "iter_0000004 | --moe-router-force-load-balancing | --finetune",
+    ),
+    "benchmark, finetune": ("1 --moe-router-force-load-balancing --finetune", (1, 1, 4)),
     "args, finetune": ("1 --use-checkpoint-args --hidden-size 16 --finetune", (1, 1, 4)),
     "args, other sizes": (
         "5 --use-checkpoint-args --hidden-size 24",

@@ -42,6 +42,9 @@ def test_figures_are_those_of_the_steady_steps(tmp_path):
     assert result.hardware_tflops == pytest.approx(expected, rel=1e-12)
     assert result.model_tflops == pytest.approx(0.75 * expected, rel=1e-12)
     assert result.hfu == pytest.approx(expected / 191.5, rel=1e-12)
+    config["moe_router_force_load_balancing"] = True
+    drawn = measure(tmp_path / "drawn", records(config, [900.0, 430.0, 410.0]))
+    assert "--moe-router-force-load-balancing" in drawn.notes[0]
 
 
 def test_warm_up_and_smaller_batches_do_not_count(tmp_path):

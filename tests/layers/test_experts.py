@@ -264,6 +264,34 @@ def test_jitter_depends_on_the_sample_not_on_the_micro_batch():
     assert not torch.equal(alone, plain)
 
 
+@pytest.mark.parametrize("groups", [None, 2])
+def test_forced_choices_are_even_and_those_of_the_sample(groups):
+    """A router that would send every token to the same experts draws them instead, in training.
+
+    Weights are by score, and evaluation chooses by score.
+    """
+    fields = dict(moe_router_num_groups=groups, moe_router_group_topk=groups and 1)
+    layer, _ = made(
+        {"moe_router_force_load_balancing": True, "moe_router_pre_softmax": True, **fields}
+    )
+    router = layer.router
+    x = 1 + torch.rand(S, 400, H, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        router.weight.copy_(torch.arange(E).unsqueeze(1).expand_as(router.weight) / H)
+    weights, experts = router(x, CallContext(dropout=DropoutKey(1, 4)))
+    tokens = len(experts)
+    assert (experts[:, 0] != experts[:, 1]).all()
+    pairs = np.unique(experts.sort(dim=1).values, axis=0, return_counts=True)[1] / tokens
+    assert len(pairs) == (2 if groups else math.comb(E, 2))
+    # each of n sets of experts has 1/n of the tokens, within 5 standard deviations
+    assert abs(pairs - 1 / len(pairs)).max() < 5 * (len(pairs) * tokens) ** -0.5
+    shares = F.linear(x, router.weight).softmax(-1).flatten(0, 1)
+    torch.testing.assert_close(weights, shares.gather(1, experts))
+    _, of_alone = router(x[:, 7:9], CallContext(dropout=DropoutKey(1, 11)))
+    assert torch.equal(experts.view(S, -1, 2)[:, 7:9].flatten(0, 1), of_alone)
+    assert (router(x, CallContext())[1] == torch.tensor([E - 1, E - 2])).all()
+
+
 def test_figures_are_means_over_layers_and_shares_of_the_interval():
     layer, config = made(
         dict(

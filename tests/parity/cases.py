@@ -222,6 +222,7 @@ BIASED = dict(
     moe_aux_loss_coeff=(0.05, 0.05),
 )
 BIASED_DROPS = {**BIASED, "moe_expert_capacity_factor": 1.0}
+DRAWN = {**BIASED_DROPS, "moe_router_force_load_balancing": True}
 TWO_NODES = dict(expert_ranks_per_node=2)
 # As in Megatron-DeepSpeed: GPT-2's MLP with biases, one expert for each token.
 SWITCH = dict(
@@ -315,6 +316,7 @@ TOGETHER = [
     folded(2, tp=2, recompute=MOE, **EXPERTS, **MUON),
     layout(pp=2, dp=2, zero=2, schedule="zb-h1", overlap_grad_reduce=False),
     experts(4, dp=4, recompute=MOE_ACT, **TWO_NODES, **BIASED),
+    experts(2, cp=2, recompute=MOE, micro_batch_size=2, **DRAWN),
     layout(tp=2, dp=2, sp=True, recompute=FULL, **MUON, **QK_CLIP, **{**LLAMA, **MULTI_QUERY}),
     layout(pp=4, schedule="zb-h1", num_layers=6, pipeline_layout="2,1,2,1", global_batch_size=3),
     layout(cp=2, recompute=SELECTIVE, packed=True, micro_batch_size=2, **DOCUMENTS, **LLAMA),
@@ -489,6 +491,7 @@ CAMPAIGN = [
             (2, dict(dp=2, fused=True, micro_batch_size=2, **DROPOUT), BY_SEQUENCE),
             (2, dict(tp=2, cp=2, sp=True, recompute=MOE, rank_order="dp-pp-tp"), BIASED),
             (4, dict(pp=2, dp=4, schedule="zb-h1", **TWO_NODES), BIASED_DROPS),
+            (2, dict(tp=2, cp=2, dp=2, sp=True, recompute=MOE, micro_batch_size=2), DRAWN),
             # a silent error of Megatron Core (docs/decisions.md)
             (1, dict(tp=2), {**BIASED, "qk_layernorm": True}),
             # optimizers, and muP

@@ -469,6 +469,8 @@ def _foot(rehearsal: Rehearsal) -> Iterator[str]:
         )
     if config.data.reset_attention_mask or config.data.data_packing == "best-fit":
         yield "assumed: every sample is one document."
+    if config.model.num_experts is not None and not config.model.moe_router_force_load_balancing:
+        yield "assumed: every expert gets the same number of tokens."
     for finding in rehearsal.findings:
         yield f"{_TITLES[finding.kind]}: rank {finding.rank}: {finding.text}."
     if not rehearsal.findings:

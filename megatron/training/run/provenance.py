@@ -17,6 +17,7 @@ import torch
 
 from megatron.checkpoint.files import digest, sampled_digest
 from megatron.config import Config
+from megatron.config.model import EVEN_CHOICES
 from megatron.data.datasets import data_prefixes, plan_splits
 from megatron.kernels import choose
 from megatron.parallel.topology import Topology
@@ -77,6 +78,8 @@ class Provenance:
             "user": os.environ.get("USER"),
             "started": _now(),
         }
+        if config.model.moe_router_force_load_balancing:
+            self._here["benchmark"] = EVEN_CHOICES
         self._thread = threading.Thread(
             target=self._look, args=(config,), name="provenance", daemon=True
         )
