@@ -7,18 +7,20 @@ gathers the scores from all ranks: losses and capacities apply to the full micro
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.kernels.ops.elementwise import wider
+from megatron.errors import KernelError
 from megatron.layers.context import CallContext, Experts, Fill, LayerContext, change_initial
 from megatron.layers.expert_dispatch import count_choices
 from megatron.parallel.autograd import Context, Node
 from megatron.parallel.collectives import gather_first, split_first
-from megatron.parallel.gradient_accumulator import within_backward
+from megatron.parallel.deferred_gradients import WeightGradients
+from megatron.parallel.gradient_accumulator import deliver, within_backward
 from megatron.parallel.keyed_random import Site, placed_noise
 from megatron.parallel.topology import Group
 
@@ -48,19 +50,49 @@ class _Gather(Node):
         return split_first(gradient, ctx.group).contiguous(), None, None
 
 
-class _Scores(Node):
-    """x [.., h] times the router's fp32 weights [E, h], in fp32; x is kept in its own dtype."""
+class Scores(Node):
+    """x [.., h] times a few rows of weights [n, h], computed in `dtype`; x is kept in its own.
+
+    queue  the queue for the weights' gradient if a schedule defers it
+    """
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(wider(x), wider(weight))
+    def forward(
+        ctx: Context, x: Tensor, weight: Tensor, dtype: torch.dtype, queue: WeightGradients
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # not saved: see layers/linear.py
+        ctx.version = weight._version
+        ctx.dtype = dtype
+        ctx.queue = queue
+        return F.linear(x.to(dtype), weight.detach().to(dtype))
 
     @staticmethod
-    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        dw = gradient.flatten(0, -2).t() @ wider(x).flatten(0, -2)
-        return (gradient @ wider(weight)).to(x.dtype), dw.to(weight.dtype)
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
+        if ctx.version != weight._version:
+            raise KernelError(
+                "the weight of a router or gate was changed in place between forward and backward "
+                "pass"
+            )
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = (gradient @ weight.detach().to(ctx.dtype)).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            compute = partial(_weight_gradient, weight, gradient, x.detach())
+            if ctx.queue.deferring:
+                ctx.queue.add(lambda: deliver(weight, compute()))
+            else:
+                dw = compute()
+        return dx, dw, None, None
+
+
+@torch.no_grad()
+def _weight_gradient(weight: Tensor, gradient: Tensor, x: Tensor) -> Tensor:
+    """Return gradient^T x, computed in the gradient's dtype, in that of the weight."""
+    wide = x.to(gradient.dtype).flatten(0, -2)
+    return (gradient.flatten(0, -2).t() @ wide).to(weight.dtype)
 
 
 class _WithLoss(Node):
@@ -164,7 +196,8 @@ class Router(torch.nn.Module):
         context = self.context
         if config.moe_input_jitter_eps and call.dropout is not None:
             x = x * self._noise(x, config.moe_input_jitter_eps, Site.ROUTER, call, context)
-        logits = _Scores.apply(x, self.weight)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        logits = Scores.apply(x, self.weight, dtype, context.weight_gradients)
         if config.use_mup:
             logits = logits * config.router_scale
         if context.sequence_parallel:

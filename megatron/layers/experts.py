@@ -36,7 +36,7 @@ from megatron.layers.expert_dispatch import (
     sorted_choices,
 )
 from megatron.layers.expert_region import ExpertRegion
-from megatron.layers.expert_router import Router, shared_by
+from megatron.layers.expert_router import Router, Scores, shared_by
 from megatron.layers.mlp import MLP
 from megatron.parallel.autograd import Context, Node
 from megatron.parallel.gradient_accumulator import wide, within_backward
@@ -264,7 +264,8 @@ class ExpertMLP(nn.Module):
         out: Tensor = self.shared(x)[0]
         if self.gate is None:
             return out
-        return out * (F.linear(x, self.gate) * self.router.config.router_scale).sigmoid()
+        scores = Scores.apply(x, self.gate, x.dtype, self.context.weight_gradients)
+        return out * (scores * self.router.config.router_scale).sigmoid()
 
     def _numbers(self, experts: Tensor, call: CallContext) -> Numbers:
         """Return a reader of the row counts; recomputation reads those of the forward pass."""

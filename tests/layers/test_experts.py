@@ -227,6 +227,28 @@ def test_a_layer_is_that_of_a_loop_over_tokens(name, recompute, lengths):
     np.testing.assert_allclose(actual, [float(loss.detach()) for loss in losses], rtol=1e-5)
 
 
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+def test_all_weight_gradients_are_deferred_to_the_bit(recompute):
+    """Those of the router and of the shared expert's gate included."""
+    layer, _ = made(CASES["deepseek"] | CASES["z"], **RECOMPUTED[recompute])
+    x, g = torch.randn(2, S, B, H, generator=torch.Generator().manual_seed(7))
+    gradients = []
+    queue = layer.context.weight_gradients
+    for deferred in (False, True):
+        y = layer(x, CallContext(dropout=DropoutKey(1, 0)))
+        if deferred:
+            queue.begin()
+        y.backward(g)
+        if deferred:
+            assert all(p.grad is None for p in layer.parameters())
+            for compute in queue.take():
+                compute()
+        gradients.append({name: p.grad for name, p in layer.named_parameters()})
+        layer.zero_grad()
+    for name, expected in gradients[0].items():
+        assert torch.equal(gradients[1][name], expected) and expected.any(), name
+
+
 def test_evaluation_drops_only_when_asked():
     """A token's output depends neither on other tokens nor, as in a cache, on how many there are."""
     x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(2))

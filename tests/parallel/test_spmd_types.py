@@ -37,7 +37,7 @@ spmd = pytest.importorskip("spmd_types")
 LOCAL = (
     attention_blocked._Attention,
     attention_fused._Ranges,
-    expert_router._Scores,
+    expert_router.Scores,
     products._GroupedProduct,
     # of the context group: every rank sends other rows to each, and gets other rows
     context_parallel._AllToAll,
