@@ -157,7 +157,7 @@ def _fields(draw: random.Random) -> dict[str, Any]:
         fields |= one_of(
             (
                 {},
-                dict(enable_zbh1_pipeline=True),
+                dict(pipeline_schedule="zb-h1"),
                 dict(num_layers_per_virtual_pipeline_stage=1),
             )
         )
@@ -243,7 +243,7 @@ RUNS = (
     _zero("DP 4, ZeRO 3 within 2", 4, zero_stage=3, zero_shard_size=2),
     MemoryRun("TP 2, SP", 2, {**_B, **_SP, "tensor_model_parallel_size": 2}),
     MemoryRun("PP 2", 2, {**_B, **_PP2}),
-    MemoryRun("PP 2, zb-h1", 2, {**_B, **_PP2, "enable_zbh1_pipeline": True}),
+    MemoryRun("PP 2, zb-h1", 2, {**_B, **_PP2, "pipeline_schedule": "zb-h1"}),
     MemoryRun("PP 4", 4, {**_B, **_PP2, "pipeline_model_parallel_size": 4}),
     MemoryRun("TP 2, PP 2", 4, {**_B, **_PP2, "tensor_model_parallel_size": 2}),
 )

@@ -454,8 +454,7 @@ def _stage_messages(model: Published, cluster: Cluster) -> tuple[float, float]:
     channels = Channels(config, cluster, placement)
     size = SEQ_LENGTH * model.hidden_size * 2
     edges = [
-        sum(channels.boundary(rank + backward, not backward, size)[0] for backward in (0, 1))
-        for rank in range(model.pipeline_size - 1)
+        2 * channels.boundary(rank, rank + 1, size)[0] for rank in range(model.pipeline_size - 1)
     ]
     return edges[-1], max(before + after for before, after in itertools.pairwise(edges))
 

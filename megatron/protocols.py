@@ -104,8 +104,10 @@ class Order(Protocol):
 
     An array has one instruction per row: op, stage, micro-batch.
 
-    Global stage g is chunk g // pipeline_size of rank g % pipeline_size. build_schedule inserts the
-    messages. The function raises ConfigError for sizes that it does not support.
+    Global stage g is chunk g // pipeline_size of rank g % pipeline_size, unless the function has an
+    attribute `stage_owners`, a function of (pipeline_size, chunks) that returns the rank of each
+    stage; each rank has `chunks` stages. build_schedule inserts the messages. The function raises
+    ConfigError for sizes that it does not support.
     """
 
     def __call__(

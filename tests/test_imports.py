@@ -23,8 +23,8 @@ ROOMS = {
     "kernels": BASE | {"parallel"},
     "layers": BASE | {"parallel", "kernels"},
     "data": BASE | {"parallel", "kernels", "drawing", "protocols"},
-    "model": BASE | {"parallel", "kernels", "layers", "data", "protocols"},
     "pipeline": BASE | {"parallel", "protocols"},
+    "model": BASE | {"parallel", "kernels", "layers", "data", "pipeline", "protocols"},
 }
 ROOMS["metrics_file"] = ROOMS["protocols"] = BASE
 ROOMS["untrusted_pickle"] = {"errors"}

@@ -53,7 +53,7 @@ EPILOG = """\
 A LAYOUT is a list such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective. Names and values:
 
   nodes, gbs (global batch), tp, pp, cp, ep, chunks, mbs (micro-batch)
-  schedule       1f1b, interleaved, zb-h1
+  schedule       1f1b, interleaved, zb-h1, zb-v, v-half, v-min, dualpipev (only on request)
   sp             sequence parallelism: on, off
   overlap        of tensor-parallel messages: on, off
   zero           ZeRO stage, 0 to 3

@@ -30,7 +30,7 @@ from megatron.config import Config
 from megatron.config.command_line import add_preset, parse_plan, with_preset
 from megatron.config.option import Parser, integer
 from megatron.errors import ConfigError
-from megatron.model.stages import assign_layers
+from megatron.model.stages import assign_layers, stages_of_rank
 from megatron.planner.cluster import known_clusters, load_cluster
 from megatron.planner.placement import Placement, choose_placement, render_placement
 from megatron.planner.table import Table
@@ -66,8 +66,8 @@ def rank_rows(config: Config, placement: Placement) -> Iterator[RankRow]:
     cluster = placement.cluster
     layers = assign_layers(config.model.num_layers, parallel.num_stages, parallel.pipeline_layout)
     chunks = [
-        tuple(layers[stage :: parallel.pipeline_model_parallel_size])
-        for stage in range(len(layers))
+        tuple(layers[stage] for stage in stages_of_rank(config, rank))
+        for rank in range(parallel.pipeline_model_parallel_size)
     ]
     for rank in range(parallel.world_size):
         node, device = placement.location(rank)

@@ -19,7 +19,7 @@ from megatron.config.option import Parser, integer, real
 from megatron.config.parallel import SCHEDULES
 from megatron.errors import DataError
 from megatron.pipeline.clock import ScheduleTimeline, Span, simulate
-from megatron.pipeline.orders import COMPUTE, RECEIVES, SENDS, Instruction, Op
+from megatron.pipeline.orders import COMPUTE, ORDERS, RECEIVES, SENDS, Instruction, Op
 from megatron.pipeline.schedule import NOMINAL_DURATIONS, Schedule, build_schedule
 from megatron.planner.timeline_plot import draw_timeline
 from megatron.training.run.process import as_tool
@@ -43,7 +43,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--chunks",
         type=integer(1, 128),
         metavar="V",
-        help="chunks per rank (default 1; interleaved 2)",
+        help="chunks per rank (default: the least that the schedule has)",
     )
     parser.add_argument(
         "--micro-batches",
@@ -226,9 +226,7 @@ def main(argv: Sequence[str]) -> int:
     if args.timeline:
         draw_recorded(args.timeline, args.plot or args.timeline.with_suffix(".png"))
         return 0
-    chunks = (
-        args.chunks if args.chunks is not None else (2 if args.schedule == "interleaved" else 1)
-    )
+    chunks = args.chunks if args.chunks is not None else ORDERS[args.schedule].chunks[0]
     durations = {
         Op.FORWARD: args.forward_time,
         Op.BACKWARD: args.input_time + args.weight_time,

@@ -489,7 +489,7 @@ def export(
     """
     owned: dict[str, list[torch.nn.Parameter]] = {}
     for p in unique_parameters(chunks):
-        copy = topology.embedding is not None and topology.pipeline.is_last
+        copy = topology.embedding is not None and not topology.has_first_stage
         if not (sharding_of(p).tied and copy):
             owned.setdefault(sharding_of(p).name, []).append(p)
     shapes = {name: sharding_of(shards[0]).global_shape for name, shards in owned.items()}

@@ -491,6 +491,8 @@ def _values(settings: Settings, spelling: str, flag: Flag, words: list[str], ori
                 raise ValueError("takes at least one value, got none")
             elif flag.value is not None and not words:
                 value = flag.value
+            elif flag.value is not None and option.kind is not bool and words == ["false"]:
+                value = option.default  # a shortcut that a settings file turns off
             elif flag.value is None or (option.kind is bool and flag.value and len(words) == 1):
                 value = option.parse(words)  # also for --flag true, --flag=false
             else:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.config.deepspeed_json import merge_deepspeed_json
 from megatron.config.model import EVEN_CHOICES, ModelConfig
 from megatron.config.option import pairs
-from megatron.config.parallel import SIZES, layout_counts
+from megatron.config.parallel import SIZES, V_SHAPED, layout_counts
 from megatron.config.parallel_checks import ring_limits
 from megatron.config.phases import parse_batch_sizes
 from megatron.config.pieces import PLAIN, Piece, Pieces
@@ -444,15 +444,32 @@ def _parallel(s: Settings) -> None:
     for name, size in (
         ("sequence_parallel", tensor),
         ("tp_comm_overlap", tensor),
-        ("enable_zbh1_pipeline", pipeline),
     ):
         if v[name] and v[size] == 1 and s.usable(size):
             alone = f"{all_options()[size].flag} 1"
             s.derive(name, False, f"derived from {alone[2:]}")
             s.notices.append(f"{all_options()[name].flag} is off: it has no effect with {alone}")
+    _schedule(s)
     chunks = all_options()["tp_comm_overlap_chunks"]
     if v[chunks.name] != chunks.default and not v["tp_comm_overlap"]:
         s.notices.append("--tp-comm-overlap-chunks has no effect: --tp-comm-overlap is off")
+
+
+def _schedule(s: Settings) -> None:
+    name = "pipeline_schedule"
+    size = "pipeline_model_parallel_size"
+    if name in s.bad or not s.usable(size):
+        return
+    chosen = s.values[name]
+    alone = f"{all_options()[size].flag} 1"
+    if s.values[size] == 1:
+        if chosen not in (None, "1f1b"):
+            written = all_options()[name].written(chosen)
+            s.notices.append(f"{written} is off: it has no effect with {alone}")
+        s.derive(name, "1f1b", f"derived from {alone[2:]}")
+    elif chosen is None:
+        chunks = s.values["virtual_pipeline_model_parallel_size"]
+        s.derive(name, "interleaved" if chunks > 1 else "1f1b", "derived from the chunks of a rank")
 
 
 def _chunks(s: Settings) -> None:
@@ -476,6 +493,8 @@ def _chunks(s: Settings) -> None:
             s.derive("num_layers_per_virtual_pipeline_stage", None, "derived: there is one chunk")
         elif remainder == 0:
             s.derive(origin, chunks, "derived from num-layers-per-virtual-pipeline-stage")
+    elif s.usable("pipeline_schedule") and v["pipeline_schedule"] in V_SHAPED and pipeline != 1:
+        s.derive(origin, 2, "derived from pipeline-schedule")
 
 
 def _steps(s: Settings) -> None:

@@ -13,7 +13,8 @@ SIZES = (
     "context_parallel_size",
     "expert_model_parallel_size",
 )
-SCHEDULES = ("1f1b", "interleaved", "zb-h1")  # pipeline/orders.py
+V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipev")
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", *V_SHAPED)  # pipeline/orders.py
 # Orders of dimensions over the ranks, from fastest to slowest varying; the first is Megatron's.
 RANK_ORDERS = ("tp-dp-pp", "tp-pp-dp", "dp-tp-pp", "dp-pp-tp", "pp-tp-dp", "pp-dp-tp")
 
@@ -81,7 +82,7 @@ class ParallelConfig:
     pipeline_layout: str | None = option(
         None,
         "Number of layers in each pipeline stage, for example 3,4,4,3. With twice as many numbers "
-        "as pipeline ranks, each rank holds two interleaved chunks.",
+        "as pipeline ranks, each rank holds two chunks.",
         metavar="N,N,...",
         flags="--pipeline-layout --num-layer-list",
     )
@@ -93,7 +94,18 @@ class ParallelConfig:
         "Shard norms, dropout and the residual stream along the sequence over the tensor-parallel "
         "ranks.",
     )
-    enable_zbh1_pipeline: bool = option(False, "Use the zero-bubble schedule ZB-H1.")
+    pipeline_schedule: str | None = option(
+        None,
+        "Pipeline schedule. zb-h1, zb-v, v-half, v-min: split backward passes, to fill idle time. "
+        "The last three and dualpipev place two chunks on each pipeline rank, in the shape of a V; "
+        "v-half needs half of the activations of 1f1b, v-min a third.",
+        choices=SCHEDULES,
+        value_names="1f1b-interleaved=interleaved interleaved1f1b=interleaved zbh1=zb-h1 zb1p=zb-h1 "
+        "zero-bubble=zb-h1 zbv=zb-v zbv-formatted=zb-v zbvzerobubble=zb-v vhalf=v-half vmin=v-min",
+        flags="--pipeline-schedule --pipeline-parallel-schedule",
+        shortcuts="--enable-zbh1-pipeline=zb-h1",
+        derived="interleaved with several chunks per rank, else 1f1b",
+    )
     async_tensor_model_parallel_allreduce: bool = option(
         True,
         "Overlap the message that sums input gradients over the tensor-parallel ranks with the "
@@ -218,7 +230,7 @@ class ParallelConfig:
 
     @property
     def num_chunks(self) -> int:
-        """Return the number of chunks (virtual stages) per pipeline rank; 1 if not interleaved."""
+        """Return the number of chunks (virtual stages) per pipeline rank."""
         return self.virtual_pipeline_model_parallel_size
 
     @property
@@ -228,10 +240,9 @@ class ParallelConfig:
 
     @property
     def schedule(self) -> str:
-        """Return '1f1b', 'interleaved' or 'zb-h1'."""
-        if self.enable_zbh1_pipeline:
-            return "zb-h1"
-        return "interleaved" if self.num_chunks > 1 else "1f1b"
+        """Return the name of the pipeline schedule, one of SCHEDULES."""
+        assert self.pipeline_schedule is not None, "it is derived"
+        return self.pipeline_schedule
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.config.parallel import SIZES, TILE, layout_counts
+from megatron.config.parallel import SIZES, TILE, V_SHAPED, layout_counts
 from megatron.config.settings import (
     Problems,
     Sections,
@@ -53,8 +53,36 @@ def _pipeline(config: Sections) -> Problems:
             "interleaved chunks need a --pipeline-model-parallel-size of at least 2: drop the "
             "interleaving"
         )
-    if parallel.num_chunks > 1 and parallel.enable_zbh1_pipeline:
-        yield "--enable-zbh1-pipeline has no interleaved form: drop it or the interleaved chunks"
+    yield from _schedule(config)
+
+
+def _schedule(config: Sections) -> Problems:
+    parallel = config.parallel
+    name = parallel.pipeline_schedule
+    chunks = parallel.num_chunks
+    stages = parallel.num_stages
+    if name is None or parallel.pipeline_model_parallel_size == 1:
+        return
+    flag = f"--pipeline-schedule {name}"
+    if name in V_SHAPED and chunks != 2:
+        yield (
+            f"{flag} has two chunks per pipeline rank, not {chunks}: drop "
+            "--num-layers-per-virtual-pipeline-stage, or give --pipeline-layout "
+            f"{2 * parallel.pipeline_model_parallel_size} counts"
+        )
+    elif name == "interleaved" and chunks == 1:
+        yield (
+            f"{flag} needs several chunks per pipeline rank: add "
+            "--num-layers-per-virtual-pipeline-stage, or give --pipeline-layout "
+            f"{2 * parallel.pipeline_model_parallel_size} counts"
+        )
+    elif name in ("1f1b", "zb-h1") and chunks > 1:
+        yield f"{flag} has one chunk per pipeline rank: drop it or the chunks"
+    elif name in V_SHAPED and config.model.num_layers < stages:
+        yield (
+            f"--num-layers {config.model.num_layers} is less than the {stages} stages of {flag}: "
+            "each pipeline rank has two, and each stage needs a layer"
+        )
 
 
 def _layout(config: Sections) -> Problems:

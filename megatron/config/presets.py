@@ -32,7 +32,7 @@ PRESETS: Mapping[str, Mapping[str, object]] = _read()
 _YIELDS: Mapping[str, tuple[str, ...]] = {
     "recompute_granularity": ("recompute_method", "recompute_num_layers", "recompute_modules"),
     "num_layers": ("num_layers_per_virtual_pipeline_stage",),
-    "enable_zbh1_pipeline": ("num_layers_per_virtual_pipeline_stage",),
+    "pipeline_schedule": ("num_layers_per_virtual_pipeline_stage",),
     "weight_decay_schedule": ("start_weight_decay", "end_weight_decay"),
     "step_batch_size_schedule": ("global_batch_size",),
 }
@@ -67,7 +67,8 @@ def yielding(values: Mapping[str, object], chosen: Mapping[str, object]) -> dict
         other: taker
         for taker, losers in _YIELDS.items()
         # --recompute-granularity none also counts as chosen
-        if chosen.get(taker) or (taker == "recompute_granularity" and taker in chosen)
+        if (chosen.get(taker) or (taker == "recompute_granularity" and taker in chosen))
+        and chosen.get(taker) != "interleaved"
         for other in losers
     }
     for group in _ALTERNATIVES:

@@ -387,7 +387,7 @@ class KernelConfig:
     cross_entropy_chunk_tokens: int | None = option(
         None,
         "Number of tokens whose logits are held in memory at a time. 0: a whole micro-batch, as "
-        "always with --enable-zbh1-pipeline.",
+        "always with schedules that split backward passes.",
         NATURAL,
         derived="512 on a CPU, 4096 on a GPU",
     )

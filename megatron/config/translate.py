@@ -37,12 +37,15 @@ EXPERT_INTERVAL = "--expert-interval"
 NO_DROPS = "--disable-moe-token-dropping"
 AXES = tuple(f"--{axis}-tensor-model-parallel-size" for axis in ("row", "column", "depth"))
 _PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
+V_SCHEDULE = "--zero-bubble-v-schedule"
+V_MEMORY = "--zero-bubble-v-schedule-mem-setup"
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size")
 # Flag -> the settings that it may set.
 LATE: Mapping[str, tuple[str, ...]] = {
     NO_PIPELINE: (),
     **dict.fromkeys((PARTITION, FIRST, LAST, EMBEDDING, LOSS, LAYOUT), ("pipeline_layout",)),
     **dict.fromkeys(CHUNKS, (_PER_CHUNK,)),
+    **dict.fromkeys((V_SCHEDULE, V_MEMORY), ("pipeline_schedule",)),
     **dict.fromkeys(AXES, ("tensor_model_parallel_size",)),
     EXPERT_INTERVAL: ("moe_layer_freq",),
     NO_DROPS: ("moe_expert_capacity_factor", "moe_eval_capacity_factor"),
@@ -210,6 +213,18 @@ DIRECT: Mapping[str, Direct] = {
             for stage, name in enumerate("no_shard optim optim_grads optim_grads_params".split())
         },
     ),
+    "--pp-algorithm": _choice(
+        "use --pipeline-schedule",
+        {
+            "1f1b": {},
+            "1f1b-interleaved": {},  # Primus' default, even with one chunk
+            "zero-bubble": {"pipeline_schedule": "zb-h1"},
+            "zero-bubble-heuristic": {"pipeline_schedule": "zb-h1"},
+            "zbv-formatted": {"pipeline_schedule": "zb-v"},
+            "v-half": {"pipeline_schedule": "v-half"},
+            "v-min": {"pipeline_schedule": "v-min"},
+        },
+    ),
     "--ckpt-step": Direct(("load_tag",), _step),
     "--distributed-timeout": Direct(("distributed_timeout_minutes",), _timeout),
     **_weighted_paths(),
@@ -269,6 +284,16 @@ class _Late:
         if axes:
             size = math.prod(self._read(flag, _COUNT) for flag in axes)
             self._give(self._written(axes), {"tensor_model_parallel_size": size})
+        memory = self._read(V_MEMORY, Option(choices=("zb", "half", "min")))
+        if V_SCHEDULE in self.flags:
+            self._give(
+                self._written((V_SCHEDULE, V_MEMORY)),
+                {"pipeline_schedule": f"v-{memory}"}
+                if memory in ("half", "min")
+                else {"pipeline_schedule": "zb-v"},
+            )
+        elif memory is not None:
+            self.settings.notices.append(f"{V_MEMORY} {memory} has no effect without {V_SCHEDULE}")
         self._give_stages()
 
     def _give_stages(self) -> None:

@@ -287,7 +287,7 @@ def is_copy(parameter: nn.Parameter, topology: Topology) -> bool:
     the same values.
     """
     sharding = sharding_of(parameter)
-    if sharding.tied and topology.embedding is not None and topology.pipeline.is_last:
+    if sharding.tied and topology.embedding is not None and not topology.has_first_stage:
         return True
     tensor = topology.tensor_of(sharding)
     if sharding.dim is None:

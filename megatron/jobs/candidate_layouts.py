@@ -19,6 +19,7 @@ from typing import Any
 from megatron.config import Config
 from megatron.config.command_line import parse_args, read_settings, scan
 from megatron.config.config import resolve
+from megatron.config.parallel import V_SHAPED
 from megatron.config.settings import raise_problems
 from megatron.errors import ConfigError
 from megatron.jobs.space import (
@@ -345,8 +346,9 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
         raise InvalidLayout(f"refused: {general}", problem) from None
     layout = candidate_of(config)
     settings = config.to_dict()
-    # With a single stage, zb-h1 is turned off, which does not contradict the combination.
-    if names.get("schedule", layout.schedule) not in (layout.schedule, "zb-h1"):
+    # With a single stage, these are turned off, which does not contradict the combination.
+    turned_off = ("zb-h1", *V_SHAPED)
+    if names.get("schedule", layout.schedule) not in (layout.schedule, *turned_off):
         raise InvalidLayout("schedule contradicts the chunks", f"it would be {layout.schedule}")
     try:
         memory, step_s, placed = _fit(config, machine, predict)

@@ -144,7 +144,7 @@ _SHORT_OF = {setting: name for name, setting in SETTING.items()}
 DECIDES = {
     **SETTING,
     "chunks": CHUNK,
-    "schedule": "enable_zbh1_pipeline",
+    "schedule": "pipeline_schedule",
     "recompute": "recompute_granularity",
     "nodes": "world_size",
     "processes": "world_size",
@@ -296,7 +296,7 @@ def flags_of(name: str, value: Any) -> list[str]:
         }
         settings = chosen or {"recompute_granularity": None}
     elif name == "schedule":
-        settings = {"enable_zbh1_pipeline": value == "zb-h1"}
+        settings = {"pipeline_schedule": value}
     return [
         word
         for setting, setting_value in settings.items()

@@ -35,7 +35,7 @@ from megatron.layers.vocabulary import (
     token_losses,
     vocabulary_loss,
 )
-from megatron.model.stages import assign_layers, recomputed_groups
+from megatron.model.stages import assign_layers, recomputed_groups, stages_of_rank
 from megatron.parallel.keyed_random import DropoutKey, Site
 from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import sharding_of
@@ -307,17 +307,16 @@ def build_chunks(
 
     Parameters are in fp32 on the topology's device.
 
-    Global stage g is on pipeline rank g % pipeline size. A tied embedding is a single parameter if
+    The schedule says which stages these are. A tied embedding is a single parameter if
     the first and the last stage share a process, otherwise two copies with the same values. Stages
     or layers may be user-defined (Config.with_pieces).
     """
     context = context or layer_context(config, topology)
     stages = config.parallel.num_stages
-    pipeline = topology.pipeline
     layers = assign_layers(config.model.num_layers, stages, config.parallel.pipeline_layout)
     chunks: dict[str, nn.Module] = {}
     make: Stage = config.pieces.model or GPTChunk
-    for stage in range(pipeline.rank, stages, pipeline.size):
+    for stage in stages_of_rank(config, topology.pipeline.rank):
         embeddings: Any = getattr(chunks.get("0"), "word_embeddings", None)
         shared = None if embeddings is None else embeddings.weight
         chunks[str(stage)] = make(

@@ -1,15 +1,35 @@
-"""Divides the layers into pipeline stages and recomputed groups, without importing torch."""
+"""Divides layers into stages and recomputed groups, and places stages; needs no torch."""
 
 from __future__ import annotations
 
+from megatron.config import Config
 from megatron.config.parallel import RecomputeConfig, even_counts
 from megatron.errors import ConfigError
+from megatron.pipeline import orders
+
+
+def stage_owners(config: Config) -> tuple[int, ...]:
+    """Return the pipeline rank of each global stage, as the schedule places them."""
+    parallel = config.parallel
+    sizes = parallel.pipeline_model_parallel_size, parallel.num_chunks
+    return orders.stage_owners(config.schedule, *sizes)
+
+
+def stages_of_rank(config: Config, rank: int) -> tuple[int, ...]:
+    """Return the global stages of a pipeline rank in ascending order: those of its chunks."""
+    parallel = config.parallel
+    sizes = parallel.pipeline_model_parallel_size, parallel.num_chunks
+    return orders.stages_of_rank(config.schedule, *sizes, rank)
+
+
+def end_ranks(config: Config) -> tuple[int, int]:
+    """Return the pipeline ranks of the first and of the last stage."""
+    owners = stage_owners(config)
+    return owners[0], owners[-1]
 
 
 def assign_layers(num_layers: int, num_stages: int, layout: str | None = None) -> tuple[range, ...]:
     """Return the layers of every global stage, in model order.
-
-    Global stage g is on pipeline rank g % pipeline size.
 
     Without a layout every stage gets num_layers // num_stages layers, and the remaining k layers go
     one each to the k stages before the last. Thus the last stage, which also computes the output

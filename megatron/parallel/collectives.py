@@ -220,7 +220,7 @@ def post(call: bytes, x: Tensor, group: Group, peer: int) -> dist.Work:
 # -- the first use of every group ----------------------------------------------------------------
 
 
-def use_groups(topology: Topology, ring: bool = False) -> int:
+def use_groups(topology: Topology) -> int:
     """Use the groups of this rank, and its pairs of pipeline neighbours, before training does.
 
     Returns the number of groups and pairs that were used.
@@ -231,8 +231,7 @@ def use_groups(topology: Topology, ring: bool = False) -> int:
     group only if that is also its model or embedding group), sends one to each rank of the groups
     over which tokens go to experts, and exchanges one with each neighbour. The order is the same on
     all ranks, so that groups do not wait for each other in a cycle. The world comes last: no rank
-    continues before all groups work. All ranks call this. With `ring`, the last pipeline rank also
-    exchanges messages with the first. Raises LaunchError if a result is wrong.
+    continues before all groups work. All ranks call this. Raises LaunchError if a result is wrong.
     """
     device = topology.device
     world = topology.world
@@ -257,9 +256,9 @@ def use_groups(topology: Topology, ring: bool = False) -> int:
         add(group)
     pairs = [
         pair
-        for alongside in neighbours(pipeline.size)
+        for alongside in neighbours(pipeline.size, topology.owners)
         for pair in alongside
-        if pipeline.rank in pair and (ring or pair[0] < pair[1])
+        if pipeline.rank in pair
     ]
 
     def exchange(name: bytes, peer: int) -> None:

@@ -6,6 +6,7 @@ import datetime
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from megatron.parallel.flight import FlightRecorder
@@ -37,18 +38,24 @@ def compress_ranks(ranks: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def neighbours(size: int) -> list[list[tuple[int, int]]]:
-    """Return the pairs of neighbours in a ring of `size`, in rounds.
+def neighbours(size: int, owners: Sequence[int] = ()) -> list[list[tuple[int, int]]]:
+    """Return the pairs of pipeline ranks that have neighbouring stages, in rounds.
 
-    In a round each member is in at most one pair. The last member and the first are neighbours if
-    there are more than two.
+    In a round each of the `size` ranks is in at most one pair. `owners` has the rank of each stage;
+    by default the ranks are neighbours in a ring: so are the last one and the first, if there are
+    more than two.
 
-    >>> neighbours(4)
-    [[(0, 1), (2, 3)], [(1, 2)], [(3, 0)]]
+    >>> neighbours(4), neighbours(4, [0, 1, 3, 3, 1, 0])
+    ([[(0, 1), (2, 3)], [(1, 2)], [(3, 0)]], [[(0, 1)], [(1, 3)]])
     """
     rounds = [[(low, low + 1) for low in range(first, size - 1, 2)] for first in (0, 1)]
     if size > 2:
         rounds.append([(size - 1, 0)])
+    if owners:
+        used = {frozenset(pair) for pair in pairwise(owners) if pair[0] != pair[1]}
+        rounds = [[pair for pair in pairs if frozenset(pair) in used] for pairs in rounds]
+        others = used - {frozenset(pair) for pairs in rounds for pair in pairs}
+        rounds += [[(low, high)] for low, high in sorted(map(sorted, others))]
     return [pairs for pairs in rounds if pairs]
 
 
@@ -125,9 +132,14 @@ class _Groups:
     all_ranks: ProcessGroup | None
     flight: FlightRecorder
 
-    def make(self, kind: str, *known: Group) -> Group:
-        """Return the group of a kind: a `known` one with the same ranks, if any."""
-        ranks = self.layout.ranks(kind, self.rank)
+    def make(self, kind: str, *known: Group, ends: Iterable[int] = ()) -> Group:
+        """Return the group of a kind: a `known` one with the same ranks, if any.
+
+        ends  the pipeline ranks in the group of kind "embedding"
+        """
+        ranks = self.layout.ranks("pipeline" if ends else kind, self.rank)
+        if ends:
+            ranks = tuple(ranks[end] for end in sorted(ends))
         for group in known:
             if len(group.ranks) == len(ranks) and all(map(operator.eq, group.ranks, ranks)):
                 return group
@@ -141,11 +153,11 @@ class _Groups:
     def _group(self, ranks: Sequence[int], handle: ProcessGroup | None, kind: str) -> Group:
         return Group(ranks, ranks.index(self.rank), handle, kind, self.flight)
 
-    def pair(self, group: Group) -> None:
+    def pair(self, group: Group, owners: Sequence[int]) -> None:
         """Create a group for each pair of neighbours of this rank, which carries only messages."""
         if self.new_group is None:
             return
-        for pairs in neighbours(group.size):
+        for pairs in neighbours(group.size, owners):
             ends = next((each for each in pairs if group.rank in each), (group.rank,))
             ranks = sorted(group.ranks[member] for member in ends)
             handle = self.new_group(ranks)  # even for this rank alone; see from_layout
@@ -168,8 +180,9 @@ class Topology:
     context ranks of each. `context` is a subgroup of it. Experts are divided over ranks of the
     stage as Layout says: the groups that its `lines` describe have the same names here. `shards`
     divides `data` for ZeRO; `expert_shards` divides `expert_data`, the ranks with the same experts.
-    `embedding` joins the first and the last pipeline rank if both hold a tied embedding; it is None
-    otherwise, and on the ranks between them.
+    `owners` has the pipeline rank of each stage (pipeline.orders.stage_owners), `ends` those of the
+    first and of the last stage. `embedding` joins these two if both hold a tied embedding; it is
+    None if they are one rank, and on the other ranks.
     """
 
     layout: Layout
@@ -191,6 +204,20 @@ class Topology:
     expert_span: Group
     shards: ShardGroups
     expert_shards: ShardGroups
+    owners: Sequence[int]
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        return self.owners[0], self.owners[-1]
+
+    @property
+    def has_first_stage(self) -> bool:
+        return self.pipeline.rank == self.ends[0]
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pipeline.rank == self.ends[1]
 
     @property
     def expert_hops(self) -> tuple[Group, ...]:
@@ -246,13 +273,15 @@ class Topology:
         tied_embeddings: bool = True,
         flight: FlightRecorder | None = None,
         sizes: LayoutSizes | None = None,
+        owners: Sequence[int] = (),
     ) -> Topology:
         """Build the groups of this process over the initialised default process group.
 
         Without a process group there is a single process. `tied_embeddings` False omits the group
         that only a tied embedding needs. `flight` records the calls in which this rank waits
         (Rendezvous.flight); by default nobody reads the record. `sizes`, the same on all ranks,
-        replaces the first two arguments.
+        replaces the first two arguments. `owners` has the pipeline rank of each stage, by default
+        those of round-robin stages.
 
         Raises the ConfigError of Layout.for_world, and LaunchError if ranks do not form a group in
         time.
@@ -290,6 +319,7 @@ class Topology:
             all_ranks=dist.group.WORLD if running else None,
             tied_embeddings=tied_embeddings,
             flight=flight,
+            owners=owners,
         )
 
     @classmethod
@@ -303,6 +333,7 @@ class Topology:
         all_ranks: ProcessGroup | None = None,
         tied_embeddings: bool = True,
         flight: FlightRecorder | None = None,
+        owners: Sequence[int] = (),
     ) -> Topology:
         """Return the topology of `rank` on `layout`.
 
@@ -319,9 +350,10 @@ class Topology:
         pipeline = made["pipeline"]
         made["model"] = groups.make("model", pipeline, made["tensor"])
         embedding = None
-        if tied_embeddings and layout.pipeline > 1 and p in (0, layout.pipeline - 1):
-            embedding = groups.make("embedding", pipeline)
-        elif tied_embeddings and layout.pipeline > 2 and new_group is not None:
+        ends = {owners[0], owners[-1]} if owners else {0, layout.pipeline - 1}
+        if tied_embeddings and len(ends) > 1 and p in ends:
+            embedding = groups.make("embedding", pipeline, ends=ends)
+        elif tied_embeddings and len(ends) > 1 and layout.pipeline > 2 and new_group is not None:
             # torch names a group after its ranks and the number of groups this rank has created.
             # This number must be the same for all members of the next group, which may belong to
             # another topology.
@@ -336,7 +368,7 @@ class Topology:
         made["expert_tensor"] = groups.make("expert_tensor", made["tensor"])
         made["expert_inputs"] = groups.make("expert_inputs", made["expert_tensor"])
         made["expert_span"] = groups.make("expert_span", made["expert"])
-        groups.pair(pipeline)
+        groups.pair(pipeline, owners)
         return cls(
             layout=layout,
             rank=rank,
@@ -344,6 +376,7 @@ class Topology:
             device=device or torch.device("cpu"),
             shards=shards,
             expert_shards=expert_shards,
+            owners=owners or range(layout.pipeline),
             **made,
         )
 

@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.pipeline.orders import ORDERS, AnyOrder, Instruction, Op, name_of
+from megatron.pipeline.orders import ORDERS, AnyOrder, Instruction, Numbers, Op, name_of
 from megatron.pipeline.schedule import (
     Lists,
-    Numbers,
     Schedule,
     ScheduleCosts,
     Times,
@@ -63,13 +62,13 @@ Boundary = tuple[float, float]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Times per micro-batch of each global stage (chunk * pipeline size + pipeline rank).
+    """Times per micro-batch of each global stage.
 
     forward   a forward pass
-    backward  a full backward pass; for 'zb-h1' and order functions the first half, the gradient of
-              the input (and recomputation)
-    weight    for 'zb-h1' and order functions the second half, the gradients of the weights: a full
-              backward pass takes both; '1f1b' and 'interleaved' ignore it
+    backward  a full backward pass; for orders that split it, and order functions, the first half,
+              the gradient of the input (and recomputation)
+    weight    for these orders the second half, the gradients of the weights: a full backward pass
+              takes both; '1f1b' and 'interleaved' ignore it
     first     extra time of the stage's first forward pass, for instance to wait for gathered
               weights
     """
@@ -82,10 +81,12 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Cost of messages, by sending pipeline rank: (time on the link, latency).
+    """Cost of messages, by sending stage: (time on the link, latency).
 
-    forward   to the next rank; from the last rank to the first (only with several chunks)
-    backward  to the previous rank; from the first rank to the last
+    A result for a stage on the same rank is no message, and its cost has no effect.
+
+    forward   to the next stage
+    backward  to the previous stage
     duplex    whether the two directions of a pair of ranks are independent. Otherwise a pair's
               messages follow each other in the order in which they are posted, as on the single
               communicator that NCCL and RCCL have for a pair.
@@ -102,7 +103,7 @@ class Pipeline:
 
     schedule, size, chunks, micro_batches   see build_schedule
     times        by global stage: size * chunks values each
-    boundaries   by pipeline rank; None for messages that cost nothing
+    boundaries   by global stage; None for messages that cost nothing
     cores        number of cores that the ranks share: while more are needed, all ranks slow down
                  equally. None: they share nothing.
     demand       cores that a rank keeps busy while it computes
@@ -137,8 +138,8 @@ class PipelineRun:
     By global stage, for work that overlaps with passes (gathering weights, reducing gradients):
 
     first_forward_start   start of its first forward pass
-    last_backward_start   start of the last pass that computes weight gradients (under 'zb-h1' the
-                          second half of a backward pass)
+    last_backward_start   start of the last pass that computes weight gradients (the second half of
+                          a backward pass that is split)
     last_backward_end     end of that pass
     """
 
@@ -251,12 +252,10 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
     messages = np.zeros((4, stages))
     boundaries = pipeline.boundaries
     if boundaries is not None:
-        assert len(boundaries.forward) == len(boundaries.backward) == p, (
-            f"expected the boundaries of {p} ranks"
+        assert len(boundaries.forward) == len(boundaries.backward) == stages, (
+            f"expected the boundaries of {stages} stages"
         )
-        messages = np.concatenate(
-            [np.array(boundaries.forward).T, np.array(boundaries.backward).T]
-        )[:, lists.owner]
+        messages = np.concatenate([np.array(boundaries.forward).T, np.array(boundaries.backward).T])
     costs = ScheduleCosts(passes, messages)
     scale = 1.0
     at_once = math.inf

@@ -27,6 +27,7 @@ from megatron.pipeline.orders import (
     Instruction,
     Op,
     name_of,
+    stage_owners,
 )
 from megatron.pipeline.schedule import build_rank_schedule
 
@@ -38,17 +39,17 @@ class Executor:
 
     topology          has the pipeline group, and the device on which received tensors are
                       allocated.
-    chunks            by global stage (chunk * pipeline size + pipeline rank): called as
+    chunks            by global stage, those of this rank (orders.stage_owners): called as
                       chunk(micro_batch, hidden). The first stage gets hidden=None; the last stage
                       returns the scalar loss of the micro-batch, the others a tensor like
                       `message`. In training the value of the loss is read after its backward pass,
                       which may compute it.
-    schedule          '1f1b', 'interleaved', 'zb-h1' or an order function (orders.py), with the same
-                      number of chunks on every rank.
+    schedule          a name in SCHEDULES or an order function (orders.py), with the same number of
+                      chunks on every rank.
     message           shape and dtype of the hidden state between stages; the shape may be a
                       function of the micro-batch.
     weight_gradients  the queue in which linear layers leave their weight gradients; needed only
-                      by 'zb-h1' and other orders that split backward passes.
+                      by orders that split backward passes.
     before_training   called by `train` with the number of micro-batches, before the first pass: the
                       Engine uses it to find the last gradient of each parameter.
     after_backward    called with the global stage after each full backward pass, or after the
@@ -76,11 +77,18 @@ class Executor:
         size = topology.pipeline.size
         rank = topology.pipeline.rank
         self.num_chunks = len(chunks)
-        stages = [chunk * size + rank for chunk in range(self.num_chunks)]
+        self.owners = stage_owners(schedule, size, self.num_chunks)
+        stages = [stage for stage, owner in enumerate(self.owners) if owner == rank]
         if sorted(chunks) != stages:
             raise ConfigError(
                 f"pipeline rank {rank} of {size} with {self.num_chunks} chunks runs the global "
                 f"stages {stages}, but was given chunks for {sorted(chunks)}"
+            )
+        if (self.owners[0], self.owners[-1]) != topology.ends:
+            raise ConfigError(
+                f"schedule {name_of(schedule)!r} has the first and the last stage on pipeline "
+                f"ranks {self.owners[0]} and {self.owners[-1]}, but the topology on "
+                f"{' and '.join(map(str, topology.ends))}: pass its owners to Topology.create"
             )
         self.topology = topology
         self.chunks = chunks
@@ -95,7 +103,7 @@ class Executor:
 
     @property
     def last_stage(self) -> int:
-        return self.topology.pipeline.size * self.num_chunks - 1
+        return len(self.owners) - 1
 
     def train(
         self,
@@ -194,8 +202,7 @@ class _Pass:
         self._micro_batches = micro_batches
         self._loss_scale = loss_scale  # None when evaluating
         self._weights = weights
-        self._exchange = StageMessages(executor.topology.pipeline)
-        self._local = executor.topology.pipeline.size == 1
+        self._exchange = StageMessages(executor.topology.pipeline, executor.owners)
         self._last_stage = executor.last_stage
         self._captures = captures
         self._saved: dict[tuple[int, int], _Saved] = {}
@@ -236,7 +243,7 @@ class _Pass:
     def _input(self, stage: int, micro_batch: int) -> Tensor | None:
         if stage == 0:
             return None
-        if self._local:
+        if stage - 1 in self._executor.chunks:
             return self._activations.pop((stage - 1, micro_batch))
         return self._exchange.take(Instruction(Op.RECV_FORWARD, stage, micro_batch))
 
@@ -288,7 +295,7 @@ class _Pass:
         _, stage, index = instruction
         saved = self._saved.pop((stage, index))
         if stage != self._last_stage:
-            if self._local:
+            if stage + 1 in self._executor.chunks:
                 gradient = self._gradients.pop((stage + 1, index))
             else:
                 gradient = self._exchange.take(Instruction(Op.RECV_BACKWARD, stage, index))
@@ -353,10 +360,14 @@ class _Message(NamedTuple):
 
 
 class StageMessages:
-    """Messages of this rank during one pass over a schedule."""
+    """Messages of this rank during one pass over a schedule.
 
-    def __init__(self, pipeline: Group) -> None:
+    owners  the pipeline rank of each stage
+    """
+
+    def __init__(self, pipeline: Group, owners: Sequence[int]) -> None:
         self._pipeline = pipeline
+        self._owners = owners
         self._sent: deque[_Message] = deque()
         self._received: dict[Instruction, _Message] = {}
 
@@ -406,7 +417,7 @@ class StageMessages:
         """Return the global rank at the other end of a message."""
         with_next = instruction.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD)
         stage = instruction.stage + (1 if with_next else -1)
-        return self._pipeline.ranks[stage % self._pipeline.size]
+        return self._pipeline.ranks[self._owners[stage]]
 
     @contextmanager
     def _recorded(self, instruction: Instruction, tensor: Tensor) -> Iterator[None]:

@@ -1,19 +1,22 @@
-"""Instructions in a pipeline schedule, and the orders of passes.
+"""Instructions in a pipeline schedule, the orders of passes, and the placement of stages.
 
-The orders are 1F1B, interleaved 1F1B and zero-bubble ZB-H1. They are defined only here.
+The orders are 1F1B, interleaved 1F1B, the zero-bubble schedule ZB-H1, and four for pipelines folded
+into a V: ZB-V, V-half, V-min and DualPipeV. They are defined only here.
 
 An order is a function of (pipeline size, chunks, micro-batches, rank) that returns the rank's
-passes: instructions, or an array with one row (op, stage, micro-batch) for each, where stage =
-chunk * pipeline size + rank. Messages, the activations that a rank holds (schedule.py) and the time
-of a step (clock.py) follow from the passes of all ranks. A new order takes only one function, which
-can be passed instead of a name. To give it a name, add the name to SCHEDULES (config/parallel.py)
-and the function to _ORDERS, at the same position.
+passes: instructions, or an array with one row (op, stage, micro-batch) for each. An order also
+places the stages: `stage_owners` says which rank has which stage. Messages, the activations that a
+rank holds (schedule.py) and the time of a step (clock.py) follow from the passes of all ranks. A
+new order takes only one function, which can be passed instead of a name. To give it a name, add the
+name to SCHEDULES (config/parallel.py) and the function to _ORDERS, at the same position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,9 +61,8 @@ cannot deadlock: the schedules run even if every send blocks."""
 class Instruction(NamedTuple):
     """One step of one rank.
 
-    `stage` is the global stage that computes, sends or receives: chunk * pipeline size + pipeline
-    rank. A message appears twice: as SEND under the stage that produces it, and as RECV under the
-    stage that needs it.
+    `stage` is the global stage that computes, sends or receives. A message appears twice: as SEND
+    under the stage that produces it, and as RECV under the stage that needs it.
     """
 
     op: Op
@@ -74,6 +76,7 @@ class Instruction(NamedTuple):
 # -- orders ----------------------------------------------------------------------------------------
 
 Rows = npt.NDArray[np.int32]  # [instructions, 3]: op, stage, micro-batch
+Numbers = npt.NDArray[Any]
 AnyOrder = str | Callable[..., Any]  # a name in ORDERS, or a megatron.protocols.Order
 
 
@@ -178,29 +181,284 @@ def _alternate(forward: Rows, backward: Rows, warm_up: int) -> Rows:
     return np.concatenate([forward[:warm_up], pairs, backward[steady:]])
 
 
+# -- orders of pipelines in the shape of a V -------------------------------------------------------
+#
+# Each of p ranks has two stages: rank r has stage r, in chunk 0, and stage 2 p - 1 - r, in chunk 1.
+# The first rank thus has the first and the last stage, and the last rank hands its results to
+# itself. A digit behind the letter of a pass is its chunk.
+
+_Pass = tuple[Op, int]  # kind and chunk
+_F0, _F1 = ((Op.FORWARD, chunk) for chunk in (0, 1))
+_B0, _B1 = ((Op.BACKWARD, chunk) for chunk in (0, 1))
+_I0, _I1 = ((Op.BACKWARD_INPUT, chunk) for chunk in (0, 1))
+_W = (Op.BACKWARD_WEIGHT, 0)  # of the oldest I without one, in either chunk
+
+
+def zero_bubble_v(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
+    """ZB-V: if passes take equally long, ranks are idle only while the pipeline fills and drains.
+
+    Source: Qi et al., arXiv 2401.10241, section 6. A rank holds at most 2 p activations, each of
+    one chunk: as many layers as under 1F1B.
+    """
+    return _zero_bubble_v(pipeline_size, micro_batches)[rank]
+
+
+@lru_cache(maxsize=4)
+def _zero_bubble_v(p: int, micro_batches: int) -> tuple[Rows, ...]:
+    whole = max(micro_batches, 2 * p)
+
+    def passes(r: int) -> list[_Pass]:
+        up = p - r
+        return [
+            *[_F0] * (2 * up - 1),
+            *[_F1, _F0] * r,
+            *[_F1, _I1] * up,
+            *[_F0, _I0, _F1, _I1] * (whole - 2 * p + r + 1),
+            *[_I0, _F1, _I1] * (up - 1),
+            *[_I0, _I1] * r,
+            *[_I0] * up,
+        ]
+
+    return _with_weights([_numbered(p, r, passes(r), micro_batches) for r in range(p)], 2 * p)
+
+
+def v_half(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
+    """V-half: half of the activations of 1F1B, and half of its bubble.
+
+    Source: Qi et al., arXiv 2405.15362, section 3. From rank to rank, F0 and I1 begin two passes
+    later, F1 and I0 one. A rank holds at most p + 2 activations, each of one chunk.
+    """
+    return _v_half(pipeline_size, micro_batches)[rank]
+
+
+@lru_cache(maxsize=4)
+def _v_half(p: int, micro_batches: int) -> tuple[Rows, ...]:
+    gap = 0 if p % 2 else 3
+    return _with_weights(_repeated(p, micro_batches, (2, 1), (gap, 1)), p + 2)
+
+
+def v_min(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
+    """V-min: the least activations, a third of those of 1F1B, and two thirds of its bubble.
+
+    Source: Qi et al., arXiv 2405.15362, section 3. From rank to rank, all passes begin one pass
+    later. A rank holds at most ceil(2 p / 3) + 2 activations, each of one chunk. Unlike under
+    V-half, every rank waits in each micro-batch if forward and backward passes take unequal times.
+    """
+    return _v_min(pipeline_size, micro_batches)[rank]
+
+
+@lru_cache(maxsize=4)
+def _v_min(p: int, micro_batches: int) -> tuple[Rows, ...]:
+    gap = 0 if p % 3 else 2
+    return _with_weights(_repeated(p, micro_batches, (1, 1), (gap, 0)), -(-2 * p // 3) + 2)
+
+
+@lru_cache(maxsize=64)
+def dual_pipe_v(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
+    """DualPipeV: pairs of a forward and a backward pass, for layers that overlap the two.
+
+    Source: deepseek-ai/DualPipe, and DeepSeek-V3, arXiv 2412.19437, section 3.2.1. Here the passes
+    of a pair follow each other. Backward passes are split only at the beginning and the end of a
+    step. A rank holds at most 2 p + 1 activations, each of one chunk.
+    """
+    r = rank
+    up = pipeline_size - r - 1
+    whole = max(micro_batches, 2 * pipeline_size)
+    # From the middle of the last pairs on, backward passes are split.
+    last = [_B1, _B0] * (r + 1)
+    split = 2 * ((r + 1) // 2) + (r + 1) % 2
+    later = [(Op.BACKWARD_INPUT, chunk) for _, chunk in last[split:]]
+    passes = [
+        *[_F0] * (2 * up),
+        *[_F0, _F1] * (r + 1),
+        *[_I1, _W, _F1] * up,
+        *[_F0, _B1, _F1, _B0] * (whole - 2 * pipeline_size + r + 1),
+        *[_B1, _F1, _B0] * up,
+        *last[:split],
+        *later,
+        *[_W, _I0] * up,
+        *[_W] * len(later),
+    ]
+    return _numbered(pipeline_size, rank, passes, micro_batches)
+
+
+def _numbered(p: int, rank: int, passes: Sequence[_Pass], micro_batches: int) -> Rows:
+    """Return the passes as rows: those of a direction and a chunk compute one micro-batch each.
+
+    Passes of further micro-batches than there are, are left out. What remains cannot deadlock if
+    the whole could not, since passes wait only for others of their micro-batch.
+    """
+    op, chunk = np.array(passes, np.int32).T
+    micro_batch = np.zeros_like(op)
+    direction = np.where(op == Op.BACKWARD_WEIGHT, 2, op != Op.FORWARD)
+    for way in range(2):
+        for half in range(2):
+            of = np.flatnonzero((direction == way) & (chunk == half))
+            micro_batch[of] = np.arange(len(of))
+    rows = _rows(op, np.where(chunk, 2 * p - 1 - rank, rank), micro_batch)
+    if (weights := op == Op.BACKWARD_WEIGHT).any():
+        rows[weights, 1:] = rows[op == Op.BACKWARD_INPUT, 1:]
+    return rows[rows[:, 2] < micro_batches]
+
+
+def _repeated(
+    p: int, micro_batches: int, steps: tuple[int, int], gaps: tuple[int, int]
+) -> list[Rows]:
+    """Return every rank's F and I passes, in the order of a pattern that repeats every six passes.
+
+    steps  how much later a pass begins on the next rank: in F0 and I1, and in F1 and I0
+    gaps   how much later than possible I1 begins on the first rank, and I0 on the last
+
+    The pattern is such that on every rank its four passes begin at different times modulo 6, so
+    that two times remain for the passes W of both chunks: no rank waits. A rank holds a chunk's
+    activations from F to W, thus on average as many as the time between them has multiples of six.
+    """
+    rank = np.arange(p)
+    down, up = steps
+    f0 = down * rank
+    f1 = f0[-1] + 1 + up * rank[::-1]
+    i1 = f1[0] + 1 + gaps[0] + down * rank
+    i0 = i1[-1] + 1 + gaps[1] + up * rank[::-1]
+    order = np.argsort(
+        (np.stack([f0, f1, i1, i0], axis=1)[:, None] + 6 * np.arange(micro_batches)[:, None])
+        .reshape(p, -1), axis=1, kind="stable",
+    )  # fmt: skip
+    passes = np.array([_F0, _F1, _I1, _I0])
+    lists = []
+    for r in range(p):
+        op, chunk = passes[order[r] % 4].T
+        lists.append(_rows(op, np.where(chunk, 2 * p - 1 - r, r), order[r] // 4))
+    return lists
+
+
+def _with_weights(lists: Sequence[Rows], limit: int) -> tuple[Rows, ...]:
+    """Insert each W, the oldest first, where its rank would wait or would hold too much.
+
+    lists  passes F and I of all ranks
+    limit  number of activations, each of one chunk, above which a rank computes W before another F
+
+    All ranks run on a clock on which each pass takes one tick. The lists that result cannot
+    deadlock: on this clock they have run.
+    """
+    size = len(lists)
+    op, stage, micro_batch = np.stack(lists).transpose(2, 0, 1)  # each [ranks, passes]
+    stages = 2 * size
+    count = op.shape[1] // 4  # micro-batches
+    forward = op == Op.FORWARD
+    made = np.where(forward, stage, stages + stage) * count + micro_batch
+    # what a pass waits for: the same of the neighbouring stage; the last entry is always there
+    waits = made + np.where(forward, -count, count)
+    waits[forward & (stage == 0)] = -1
+    turn = ~forward & (stage == stages - 1)
+    waits[turn] = (stage * count + micro_batch)[turn]
+    never = np.iinfo(np.int64).max
+    done = np.full(2 * stages * count + 1, never)
+    done[-1] = 0
+    ranks = np.arange(size)
+    position, weights, held, deferred = np.zeros((4, size), np.int64)
+    total = op.shape[1]
+    source: list[Numbers] = []  # per tick and rank: a row of its list, ~n for the n-th W, or idle
+    idle = np.iinfo(np.int64).min
+    tick = 0
+    while ((position < total) | (deferred > 0)).any():
+        at = np.minimum(position, total - 1)
+        is_forward = forward[ranks, at]
+        ready = (position < total) & (done[waits[ranks, at]] <= tick)
+        go = ready & ~(is_forward & (held >= limit) & (deferred > 0))
+        weight = ~go & (deferred > 0)
+        assert (go | weight).any(), "the order of F and I deadlocks"
+        tick += 1
+        done[made[ranks[go], at[go]]] = tick
+        source.append(np.where(go, at, np.where(weight, ~weights, idle)))
+        position += go
+        weights += weight
+        held += (go & is_forward) * 1 - weight
+        deferred += (go & ~is_forward) * 1 - weight
+    result = []
+    for rows, of_rank in zip(lists, np.stack(source, axis=1), strict=True):
+        later = rows[rows[:, 0] == Op.BACKWARD_INPUT]
+        later[:, 0] = Op.BACKWARD_WEIGHT
+        both = np.concatenate([rows, later[::-1]])  # ~n counts from the end
+        result.append(both[of_rank[of_rank != idle]])
+    return tuple(result)
+
+
+# -- named orders, and the placement of stages -----------------------------------------------------
+
+
+def round_robin(pipeline_size: int, chunks: int) -> Numbers:
+    """Return the rank of each stage: chunk c of rank r is stage c * pipeline size + r."""
+    return np.tile(np.arange(pipeline_size), chunks)
+
+
+def v_shaped(pipeline_size: int, chunks: int) -> Numbers:
+    """Return the rank of each stage: ascending in the first chunk, descending in the second."""
+    ranks = np.arange(pipeline_size)
+    return np.concatenate([ranks, ranks[::-1]])[: chunks * pipeline_size]
+
+
 class NamedOrder(NamedTuple):
     """A named order.
 
-    passes       the order function
-    interleaves  whether it needs several chunks per rank instead of one, if there are several ranks
-    splits       whether it splits backward passes in two
+    passes  the order function
+    chunks  least and most chunks per rank, if there are several ranks
+    splits  whether it splits backward passes in two
+    places  function of (pipeline size, chunks) that returns the rank of each stage
     """
 
     passes: Callable[..., Any]
-    interleaves: bool = False
+    chunks: tuple[int, float] = (1, 1)
     splits: bool = False
+    places: Callable[[int, int], Numbers] = round_robin
 
 
+_V = NamedOrder(zero_bubble_v, (2, 2), splits=True, places=v_shaped)
 _ORDERS = (
     NamedOrder(one_forward_one_backward),
-    NamedOrder(interleaved, interleaves=True),
+    NamedOrder(interleaved, (2, math.inf)),
     NamedOrder(zero_bubble_h1, splits=True),
+    _V,
+    _V._replace(passes=v_half),
+    _V._replace(passes=v_min),
+    _V._replace(passes=dual_pipe_v),
 )
 ORDERS = dict(zip(SCHEDULES, _ORDERS, strict=True))
 
 
 def name_of(schedule: AnyOrder) -> str:
     return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "custom")
+
+
+@lru_cache(maxsize=256)
+def stage_owners(schedule: AnyOrder, pipeline_size: int, chunks: int) -> tuple[int, ...]:
+    """Return the pipeline rank of each global stage; every rank has `chunks` of them.
+
+    An order function may have an attribute `stage_owners`, a function that returns this; otherwise
+    stages are placed round-robin. Raises ConfigError if it does not give each rank its chunks.
+
+    >>> stage_owners("interleaved", 3, 2), stage_owners("v-half", 3, 2)
+    ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
+    """
+    if isinstance(schedule, str):
+        places = ORDERS[schedule].places if pipeline_size > 1 else round_robin
+    else:
+        places = getattr(schedule, "stage_owners", round_robin)
+    owners = tuple(map(int, places(pipeline_size, chunks)))
+    if sorted(owners) != sorted([*range(pipeline_size)] * chunks):
+        raise ConfigError(
+            f"order {name_of(schedule)!r}: its stage_owners({pipeline_size}, {chunks}) are "
+            f"{owners}: name the rank of each stage, each of the {pipeline_size} ranks {chunks} "
+            "times"
+        )
+    return owners
+
+
+def stages_of_rank(
+    schedule: AnyOrder, pipeline_size: int, chunks: int, rank: int
+) -> tuple[int, ...]:
+    """Return the global stages of a pipeline rank in ascending order: those of its chunks."""
+    owners = stage_owners(schedule, pipeline_size, chunks)
+    return tuple(stage for stage, owner in enumerate(owners) if owner == rank)
 
 
 def passes_of_rank(
@@ -217,14 +475,9 @@ def passes_of_rank(
     what = f"order {name_of(schedule)!r}, rank {rank} of {pipeline_size}"
     rows = np.asarray(schedule(pipeline_size, chunks, micro_batches, rank), np.int32).reshape(-1, 3)
     op, stage, micro_batch = rows.T
-    chunk = (stage - rank) // pipeline_size
-    wrong = (
-        (op < 0)
-        | (op > Op.BACKWARD_WEIGHT)
-        | (stage % pipeline_size != rank)
-        | (chunk < 0)
-        | (chunk >= chunks)
-    )
+    stages = np.array(stages_of_rank(schedule, pipeline_size, chunks, rank))
+    chunk = np.minimum(np.searchsorted(stages, stage), chunks - 1)
+    wrong = (op < 0) | (op > Op.BACKWARD_WEIGHT) | (stages[chunk] != stage)
     wrong |= (micro_batch < 0) | (micro_batch >= micro_batches)
     if wrong.any():
         raise ConfigError(
@@ -262,12 +515,13 @@ def check_sizes(schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batch
             )
     if pipeline_size == 1 or not isinstance(schedule, str):
         return
-    interleaves = ORDERS[schedule].interleaves
-    if interleaves and chunks < 2:
+    least, most = ORDERS[schedule].chunks
+    if not least <= chunks <= most:
+        allowed = f"{least} chunks" if most == least > 1 else "1 chunk"
+        if most > least:
+            allowed = f"at least {least} chunks"
+        fits = [n for n, each in ORDERS.items() if each.chunks[0] <= chunks <= each.chunks[1]]
         raise ConfigError(
-            f"pipeline schedule {schedule!r} needs at least 2 chunks per rank, got 1: use '1f1b'"
-        )
-    if not interleaves and chunks > 1:
-        raise ConfigError(
-            f"pipeline schedule {schedule!r} has 1 chunk per rank, got {chunks}: use 'interleaved'"
+            f"pipeline schedule {schedule!r} has {allowed} per rank, got {chunks}: use "
+            f"{', '.join(map(repr, fits))}"
         )

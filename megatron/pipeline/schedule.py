@@ -19,7 +19,7 @@ The sequence is the order in which messages are produced in a step with nominal 
 message waits behind one that is produced later, as long as computations take about their nominal
 times.
 
-With several chunks, messages travel around a ring, and in a step without latency a rank produces a
+With several chunks, messages travel around a ring (or a V), and in a step without latency a rank produces a
 message at the very moment when its neighbour does. On a network each rank runs a little behind the
 previous one: a rank that must send before it posts its receive would post it too late. For several
 chunks, the nominal messages therefore take `planned_latency`, which puts them in the order of the
@@ -33,23 +33,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config.parallel import V_SHAPED
 from megatron.errors import ConfigError, MegatronError
 from megatron.pipeline.orders import (
     ORDERS,
     SENDS_IN_FLIGHT,
     AnyOrder,
     Instruction,
+    Numbers,
     Op,
     Rows,
     check_sizes,
     group_sizes,
     name_of,
     passes_of_rank,
+    stages_of_rank,
 )
 
 compiled: ModuleType | None
@@ -58,7 +61,6 @@ try:
 except ImportError:
     compiled = None
 
-Numbers = npt.NDArray[Any]  # whole numbers of ticks; floating point if ranks share cores
 _OPS = tuple(Op)
 
 
@@ -98,10 +100,10 @@ def build_schedule(
 
     With `forward_only`, return those for one iteration of an evaluation instead.
 
-    name           '1f1b' and 'zb-h1' have one chunk of layers per rank, 'interleaved' two or more;
-                   or an order function (orders.py). A pipeline of one rank computes one micro-batch
-                   after another under any name.
-    chunks         chunks (virtual stages) per rank; global stage g is on rank g % pipeline_size.
+    name           '1f1b' and 'zb-h1' have one chunk of layers per rank, 'interleaved' two or more,
+                   those in the shape of a V two; or an order function (orders.py). A pipeline of
+                   one rank computes one micro-batch after another under any name.
+    chunks         chunks (virtual stages) per rank; orders.stage_owners says which.
     micro_batches  any positive number.
 
     Raises ConfigError for an unknown name, an invalid size or combination, and an order that cannot
@@ -219,6 +221,8 @@ def _first_rows(rows: Rows, *ops: Op) -> Numbers:
 @dataclass(frozen=True)
 class ScheduleCosts:
     """Times of passes and messages.
+
+    Whole numbers of ticks; floating point if ranks share cores.
 
     passes    FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, and the additional time of the
               first FORWARD  # [5, stages]
@@ -392,10 +396,11 @@ class Moments(NamedTuple):
     chunk      chunk of this rank, from 0
     in_flight  number of micro-batches of each chunk between their forward and their backward pass
                (or its first half, if it is split), not counting the pass's own  # [moments, chunks]
-    waiting    number of micro-batches whose weight gradients are deferred, in all chunks, not
-               counting the pass's own
-    messages   number of sent messages that are kept and of messages for which a receive has been
-               posted, not counting the one that the pass uses
+    waiting    number of micro-batches of each chunk whose weight gradients are deferred, not
+               counting the pass's own  # [moments, chunks]
+    messages   number of sent messages that are kept, of messages for which a receive has been
+               posted, and of results that wait for a stage of the same rank, not counting the one
+               that the pass uses
     """
 
     op: Numbers
@@ -410,6 +415,19 @@ _GROUPS = 3
 ORDERS: the warm-up is shorter than two groups, and from then on each group holds as much as the
 previous one."""
 
+
+def _enough_for_a_v(schedule: str, size: int, micro_batches: int) -> int:
+    """Return a number of micro-batches, at most this one, with the same memory use.
+
+    The warm-up of an order in the shape of a V has at most 2 size + 1 micro-batches. From then on
+    all repeats after each micro-batch; but where the passes W of V-min have no fixed place among
+    the others, only after (2 size - 1) / 3.
+    """
+    most = 4 * size
+    period = (2 * size - 1) // 3 if schedule == "v-min" and size % 3 == 2 else 1
+    return micro_batches - max(0, -(-(micro_batches - most) // period)) * period
+
+
 _lists = lru_cache(maxsize=16)(build_lists)
 
 
@@ -418,26 +436,33 @@ def moments_of_rank(
     schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, rank: int
 ) -> Moments:
     """Return the passes of `rank` in a step of `micro_batches`, or of fewer with the same peak."""
-    if isinstance(schedule, str):
+    if isinstance(schedule, str) and schedule in V_SHAPED:
+        micro_batches = _enough_for_a_v(schedule, pipeline_size, micro_batches)
+    elif isinstance(schedule, str):
         sizes = group_sizes(pipeline_size, micro_batches)
         larger = sizes.count(sizes[0])
         # The same groups result from this smaller number of micro-batches.
         micro_batches = sum(sizes[:larger][:_GROUPS] + sizes[larger:][:_GROUPS])
     lists = _lists(schedule, pipeline_size, chunks, micro_batches)
     op, stage, _ = lists[rank].T
-    chunk = stage // pipeline_size
+    chunk = np.searchsorted(stages_of_rank(schedule, pipeline_size, chunks, rank), stage)
     begins = (op == Op.BACKWARD) | (op == Op.BACKWARD_INPUT)
     of_chunk = chunk[:, None] == np.arange(chunks)
     forward = of_chunk & (op == Op.FORWARD)[:, None]
     in_flight = np.cumsum(forward, axis=0) - forward - np.cumsum(of_chunk & begins[:, None], axis=0)
-    later = op == Op.BACKWARD_WEIGHT
-    split = op == Op.BACKWARD_INPUT
-    waiting = np.cumsum(split) - split - np.cumsum(later)
+    later = (op == Op.BACKWARD_WEIGHT)[:, None]
+    split = (op == Op.BACKWARD_INPUT)[:, None]
+    waiting = np.cumsum(of_chunk & split, axis=0) - (of_chunk & split)
+    waiting -= np.cumsum(of_chunk & later, axis=0)
     sends = np.cumsum((op == Op.SEND_FORWARD) | (op == Op.SEND_BACKWARD))
     posted = np.cumsum((op == Op.RECV_FORWARD) | (op == Op.RECV_BACKWARD))
+    before, behind = np.stack([stage - 1, stage + 1]) % len(lists.owner)
     first = stage == 0
     last = stage == len(lists.owner) - 1
-    used = np.cumsum(((op == Op.FORWARD) & ~first) | (begins & ~last)) * (pipeline_size > 1)
-    messages = np.minimum(sends, SENDS_IN_FLIGHT) + posted - used
+    used = np.cumsum(((op == Op.FORWARD) & ~first) | (begins & ~last))
+    # results for a stage of this rank, from the end of the pass on
+    kept = (op == Op.FORWARD) & ~last & (lists.owner[behind] == rank)
+    kept |= begins & ~first & (lists.owner[before] == rank)
+    messages = np.minimum(sends, SENDS_IN_FLIGHT) + posted - used + np.cumsum(kept) - kept
     rows = np.flatnonzero(op <= Op.BACKWARD_WEIGHT)
     return Moments(*(x[rows] for x in (op, chunk, in_flight, waiting, messages)))

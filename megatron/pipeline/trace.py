@@ -61,7 +61,7 @@ def _events(run: PipelineRun, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[d
                 },
             }
     if sum(map(len, lanes)) <= _WITH_ARROWS:
-        yield from _arrows(pipeline.size, lanes)
+        yield from _arrows(lanes)
 
 
 def _about(name: str, values: object, **where: int) -> dict[str, object]:
@@ -72,18 +72,18 @@ def _at(seconds: float) -> float:
     return round(seconds * _MICROSECONDS, 3)
 
 
-def _arrows(size: int, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str, object]]:
+def _arrows(lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str, object]]:
     """Yield arrows from the pass that produces a message's tensor to the pass that uses it."""
     passes = {
-        (span.instruction.op is Op.FORWARD, *span.instruction[1:]): span
-        for spans in lanes
+        (span.instruction.op is Op.FORWARD, *span.instruction[1:]): (rank, span)
+        for rank, spans in enumerate(lanes)
         for span in spans
         if span.instruction.op is not Op.BACKWARD_WEIGHT
     }
-    for number, ((forward, stage, micro_batch), made) in enumerate(passes.items()):
+    for number, ((forward, stage, micro_batch), (rank, made)) in enumerate(passes.items()):
         to = stage + 1 if forward else stage - 1
-        used = passes.get((forward, to, micro_batch))
-        if used is None or to % size == stage % size:
+        at, used = passes.get((forward, to, micro_batch), (rank, made))
+        if at == rank:
             continue
         shared = {
             "name": "activation" if forward else "gradient",
@@ -91,5 +91,5 @@ def _arrows(size: int, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str
             "id": number,
             "pid": 0,
         }
-        yield {**shared, "ph": "s", "tid": stage % size, "ts": _at(made.end)}
-        yield {**shared, "ph": "f", "bp": "e", "tid": to % size, "ts": _at(used.start)}
+        yield {**shared, "ph": "s", "tid": rank, "ts": _at(made.end)}
+        yield {**shared, "ph": "f", "bp": "e", "tid": at, "ts": _at(used.start)}

@@ -24,6 +24,7 @@ interpolated linearly between sizes instead.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ import numpy.typing as npt
 
 from megatron.config import Config
 from megatron.model.formulas import ring_bytes
+from megatron.model.stages import stage_owners
 from megatron.parallel.layout import Layout, RankGroup
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure, FigureReader, Used
@@ -101,7 +103,7 @@ class Channels(FigureReader):
             cluster,
             placement.layout,
             placement.device_order,
-            config.parallel.num_chunks > 1,
+            wraps(config),
             config.parallel.head_ranks,
         )
         self._seconds: dict[tuple[str, str, float], float] = {}
@@ -151,16 +153,25 @@ class Channels(FigureReader):
             sent = ring_bytes(n_bytes, group.ranks, kind)
         return start + latency + sent / (rate.gb_per_s * 1e9)
 
-    def boundary(self, sender: int, forward: bool, n_bytes: float) -> tuple[float, float]:
+    def boundary(self, rank: int, other: int, n_bytes: float) -> tuple[float, float]:
         """Return the seconds for which a message occupies its link, and its latency after that.
 
-        Both are for the slowest replica. The message goes from pipeline rank `sender` to the next
-        rank (forward) or to the previous one. With interleaved chunks, the first and the last rank
-        are neighbours.
+        Both are for the slowest replica. The message goes between the pipeline ranks of two
+        neighbouring stages, in either direction; from `rank` to `other` if it goes forward. If the
+        ranks are no neighbours, it takes as long as between the slowest neighbours from one to the
+        other. Within a rank it takes no time.
         """
-        edge = sender if forward else (sender - 1) % self.placement.layout.pipeline
+        size = self.placement.layout.pipeline
+        edges: Sequence[int] = range(min(rank, other), max(rank, other))
+        if (rank + 1) % size == other and rank < len(self.boundaries):
+            edges = (rank,)
         total, occupied = max(
-            self._message(*ends, n_bytes) for ends in self.boundaries[edge].items()
+            (
+                self._message(*ends, n_bytes)
+                for edge in edges
+                for ends in self.boundaries[edge].items()
+            ),
+            default=(0.0, 0.0),
         )
         return occupied, total - occupied
 
@@ -247,6 +258,12 @@ def lines_of(layout: Layout, heads: int) -> dict[str, RankGroup]:
     dimensions["context"] = RankGroup("context-parallel ring", stride * heads, size // heads)
     dimensions["heads"] = RankGroup("context-parallel heads", stride, heads)
     return dimensions
+
+
+def wraps(config: Config) -> bool:
+    """Return whether the last rank of a pipeline also sends to the first one."""
+    last = config.parallel.pipeline_model_parallel_size - 1
+    return (last, 0) in itertools.pairwise(stage_owners(config))
 
 
 @functools.lru_cache(maxsize=8192)

@@ -77,15 +77,15 @@ class CandidateLayout(NamedTuple):
 
         stages  its --pipeline-layout, which implies the number of chunks; None: it has none
         """
-        chunked = self.chunks > 1 and stages is None
+        chunked = self.schedule == "interleaved" and self.chunks > 1 and stages is None
         return {
             **{d.setting: getattr(self, d.field) for d in DIMENSIONS if d.setting},
             # The configuration reports layers that do not divide evenly.
             "num_layers_per_virtual_pipeline_stage": max(1, layers // (self.pp * self.chunks))
             if chunked
             else None,
-            "enable_zbh1_pipeline": self.schedule == "zb-h1",
             "expert_tensor_parallel_size": self.etp or None,
+            "pipeline_schedule": self.schedule if self.pp > 1 else None,
             "rank_order": self.rank_order or None,
             "device_order": self.device_order or None,
             **recompute_settings(self.recompute),

@@ -38,7 +38,7 @@ from megatron.planner.stage import (
     modules_of,
     plan_of_rank,
     planned,
-    stages_of,
+    stages_on,
 )
 from megatron.planner.trace import GPT2_VOCABULARY, trace
 
@@ -453,7 +453,7 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     block = CPU_BLOCK if device == "cpu" else GPU_BLOCK
     zero = zero_of(config)
     shared = (zero, bucket_rule(config, zero.gradient_ranks)) if zero.divides_gradients else None
-    stages = stages_of(config)[rank::p]
+    stages = stages_on(config, rank)
     of_stages = [chunk_memory(traced, stage, block, shared) for stage in stages]
     op, chunk, in_flight, waiting, messages = moments_of_rank(
         config.schedule, p, parallel.num_chunks, m, rank
@@ -487,7 +487,7 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     now = (
         now
         + in_flight @ np.array([c.retained for c in of_stages])
-        + waiting[:, None] * of_stages[0].waiting
+        + waiting @ np.array([c.waiting for c in of_stages])
     )
     now[:, _BUFFERS] += messages * traced.layer.hands_on
     most: Bytes = now[np.argmax(now.sum(axis=1))]

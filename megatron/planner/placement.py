@@ -19,6 +19,7 @@ from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
 from megatron.model.formulas import ring_bytes
+from megatron.model.stages import stage_owners
 from megatron.parallel.launch import Launch
 from megatron.parallel.layout import DEFAULT_ORDER, Layout, LayoutSizes
 from megatron.parallel.rank_mapping import RankMapping, RankPlan
@@ -33,7 +34,7 @@ from megatron.planner.stage import (
     plan_in_passes,
     plan_of_rank,
     stage_passes,
-    stages_of,
+    stages_on,
     tied_elements,
 )
 from megatron.planner.table import Table
@@ -83,7 +84,7 @@ def _sent(config: Config, traced: Trace, rank: int) -> Counter[GroupMessage]:
     ZeRO's collectives outside the passes are merged into one for each kind and group.
     """
     sent = Counter[GroupMessage]()
-    for stage in stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]:
+    for stage in stages_on(config, rank):
         runs = itertools.chain.from_iterable(stage_passes(traced, stage).values())
         of_passes = [(message, run.times) for run in runs for message in run.of.messages()]
         if (plan := plan_in_passes(config, traced, stage)) is not None:
@@ -162,22 +163,15 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
             what = kind.replace("_", "-")
             costs.append(MessageCost(name, what, n_bytes, seconds, rate.basis, rate.limit))
     if sent.messages:
-        last = placement.layout.pipeline - 1
-        chunks = config.parallel.num_chunks
-        boundary_times = [
-            channels.boundary(rank, True, sent.message_bytes)
-            for rank in range(len(channels.boundaries))
-        ]
-        once = 2 * sum(
-            (chunks - (rank == last)) * sum(times) for rank, times in enumerate(boundary_times)
-        )
+        pairs = [pair for pair in itertools.pairwise(stage_owners(config)) if pair[0] != pair[1]]
+        boundary_times = [channels.boundary(*pair, sent.message_bytes) for pair in pairs]
+        once = 2 * sum(map(sum, boundary_times))
         n_bytes = 2.0 * sent.message_bytes
         every = 2 * sent.messages * max(occupied for occupied, _ in boundary_times)
-        stages = chunks * (last + 1) - 1
         tied = channels.seconds("all_reduce", sent.tied_bytes, "ends")
         for name, size, seconds, limit in (
             ("stage to stage", sent.messages * n_bytes, every, "slowest boundary"),
-            ("first in, last out", stages * n_bytes, once, "boundaries in turn"),
+            ("first in, last out", len(pairs) * n_bytes, once, "boundaries in turn"),
             ("tied embedding", sent.tied_bytes, tied, "first, last stage"),
         ):
             if size:

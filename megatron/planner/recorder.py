@@ -438,6 +438,7 @@ def _topology(config: Config, device: str) -> Topology:
         expert_span=alone,
         shards=shards,
         expert_shards=shards,
+        owners=(0,),
         **groups,
     )
 

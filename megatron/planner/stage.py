@@ -29,7 +29,7 @@ from megatron.engine.zero_plan import (
     zero_of,
     zero_plan,
 )
-from megatron.model.stages import assign_layers, recomputed_groups
+from megatron.model.stages import assign_layers, end_ranks, recomputed_groups, stages_of_rank
 from megatron.parallel.sharding import Sharding
 from megatron.pipeline.schedule import splits_backward
 from megatron.planner.events import (
@@ -104,6 +104,12 @@ def _stages(
     )
 
 
+def stages_on(config: Config, rank: int) -> tuple[StageWork, ...]:
+    """List the stages of a pipeline rank, in the order of its chunks."""
+    stages = stages_of(config)
+    return tuple(stages[stage] for stage in stages_of_rank(config, rank))
+
+
 def modules_of(traced: Trace, stage: StageWork) -> list[TracedModule]:
     """List a stage's modules in the order of a forward pass."""
     layers = (traced.kinds[kind][0] for kind in stage.layer_kinds)
@@ -132,9 +138,8 @@ class PlannedRank(NamedTuple):
 
 def plan_of_rank(config: Config, traced: Trace, rank: int) -> PlannedRank:
     """Return ZeRO's plan for a pipeline rank, and its parameters."""
-    size = config.parallel.pipeline_model_parallel_size
     zero = zero_of(config)
-    of_rank = tuple(enumerate(stages_of(config)))[rank::size]
+    of_rank = tuple(zip(stages_of_rank(config, rank), stages_on(config, rank), strict=True))
     sweeps = optimizer_state(config).sweeps
     return planned(traced, of_rank, zero, bucket_rule(config, zero.gradient_ranks), sweeps)
 
@@ -243,10 +248,9 @@ def elements_of_rank(config: Config, traced: Trace, rank: int) -> tuple[BucketPl
     These buckets serve for results that depend only on numbers of elements. Experts, vectors and
     parameters that the optimizer needs in full are in separate buckets.
     """
-    size = config.parallel.pipeline_model_parallel_size
     takes_full = bucket_rule(config, 1).full_parameters
     key = config.optimizer, config.pieces.optimizer
-    stages = tuple(stages_of(config)[rank::size])
+    stages = stages_on(config, rank)
     return _elements(
         _weights_of(traced), stages, BucketRule(full_parameters=takes_full, settings=key)
     )
@@ -361,7 +365,8 @@ def tied_elements(config: Config, trace: Trace) -> float:
 
     The devices are those of the first and the last stage.
     """
-    if config.parallel.pipeline_model_parallel_size == 1:
+    first, last = end_ranks(config)
+    if first == last:
         return 0.0
     return sum(p.elements for p in trace.head.parameters if p.tied) / zero_of(config).sizes.states
 

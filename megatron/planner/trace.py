@@ -42,7 +42,7 @@ _DOES_NOT_COUNT = {
     ),
     "parallel": (
         "pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage pipeline_layout "
-        "virtual_pipeline_model_parallel_size enable_zbh1_pipeline distributed_backend "
+        "virtual_pipeline_model_parallel_size pipeline_schedule distributed_backend "
         "distributed_timeout_minutes rank_order device_order cluster local_rank master_addr "
         "master_port world_size data_parallel_size"
     ),

@@ -133,7 +133,9 @@ SETTINGS = """
 --moe-token-drop-policy position
 --moe-per-layer-logging
 --sequence-parallel
---enable-zbh1-pipeline
+--enable-zbh1-pipeline => pipeline_schedule zb-h1
+--pipeline-schedule v-half
+--pipeline-parallel-schedule DualPipeV => pipeline_schedule dualpipev
 --distributed-backend gloo
 --distributed-backend nccl
 --distributed-timeout-minutes 30 => distributed_timeout_minutes 30.0
@@ -620,7 +622,7 @@ BESIDE = """
 --context-parallel-size --ds-sequence-parallel-size => --attention-dropout 0
 --hierarchical-context-parallel-sizes => --attention-dropout 0 --context-parallel-size 4 --cp-comm-type a2a+p2p
 --tp-comm-overlap-chunks => --tensor-model-parallel-size 2 --tp-comm-overlap
---enable-zbh1-pipeline --num-layers-per-virtual-pipeline-stage --pipeline-layout => \
+--enable-zbh1-pipeline --pipeline-schedule --pipeline-parallel-schedule --num-layers-per-virtual-pipeline-stage --pipeline-layout => \
     --pipeline-model-parallel-size 2
 --encoder-seq-length => --seq-length -
 --encoder-num-layers => --num-layers -

@@ -62,7 +62,11 @@ CASES = """
 --pipeline-model-parallel-size 2 --pipeline-layout 4,4 --num-layers-per-virtual-pipeline-stage 2 \
     => --num-layers-per-virtual-pipeline-stage => --pipeline-layout 2,2,2,2
 --pipeline-model-parallel-size 2 --pipeline-layout 2,2,2,2 --enable-zbh1-pipeline \
-    => --enable-zbh1-pipeline => --enable-zbh1-pipeline -
+    => --pipeline-schedule zb-h1 => --enable-zbh1-pipeline -
+--pipeline-model-parallel-size 2 --pipeline-layout 2,6 --pipeline-schedule v-half \
+    => v-half | 4 counts => --pipeline-layout 2,1,2,3
+--pipeline-model-parallel-size 2 --pipeline-schedule interleaved => 4 counts => --pipeline-layout 2,1,2,3
+--pipeline-model-parallel-size 6 --pipeline-schedule v-min => 8 | 12 => --pipeline-model-parallel-size 4
 --world-size 6 --tensor-model-parallel-size 4 => 6 processes | 4 or 8 => --world-size 8
 --world-size 2 --tensor-model-parallel-size 4 => 2 processes | start 4 => --world-size 4
 --world-size 6 --context-parallel-size 4 --attention-dropout 0 \
@@ -342,14 +346,14 @@ def test_packed_documents_are_kept_apart():
 
 def test_settings_that_have_no_effect_are_turned_off_with_a_notice():
     config = Config.create(
-        **SIZES, sequence_parallel=True, tp_comm_overlap=True, enable_zbh1_pipeline=True
+        **SIZES, sequence_parallel=True, tp_comm_overlap=True, pipeline_schedule="zb-h1"
     )
     assert not config.parallel.sequence_parallel and not config.parallel.tp_comm_overlap
     assert config.parallel.schedule == "1f1b"
     assert [n.split()[0] for n in config.notices] == [
         "--sequence-parallel",
         "--tp-comm-overlap",
-        "--enable-zbh1-pipeline",
+        "--pipeline-schedule",
     ]
     wider = config.replace(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     assert wider.parallel.sequence_parallel and wider.parallel.tp_comm_overlap
@@ -366,6 +370,9 @@ def test_pipeline():
         # micro-batches that are no multiple of the stages
         ("2 --num-layers-per-virtual-pipeline-stage 2 --global-batch-size 3", 2, "interleaved"),
         ("3 --enable-zbh1-pipeline", 1, "zb-h1"),
+        ("3 --pipeline-schedule ZBVZeroBubble", 2, "zb-v"),
+        ("2 --pipeline-layout 3,1,3,1 --pipeline-schedule v-half", 2, "v-half"),
+        ("2 --num-layers-per-virtual-pipeline-stage 2 --pipeline-schedule v-min", 2, "v-min"),
     ):
         options = MODEL | flags_of(f"--pipeline-model-parallel-size {flags}")
         parallel = planned(options).parallel

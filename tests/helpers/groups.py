@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ def join(
     pipeline: int = 1,
     timeout_s: float = 120,
     order: str = DEFAULT_ORDER,
+    owners: Sequence[int] = (),
     **sizes: int,
 ) -> Topology:
     """Build a topology over gloo, which is set up once, by the environment from run_processes."""
@@ -24,7 +26,9 @@ def join(
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timeout)
     topology = Topology.create(
-        timeout=timeout, sizes=LayoutSizes(tensor, pipeline, rank_order=order, **sizes)
+        timeout=timeout,
+        sizes=LayoutSizes(tensor, pipeline, rank_order=order, **sizes),
+        owners=owners,
     )
     dist.barrier()  # a rank that ends before would take the store from those still connecting
     return topology

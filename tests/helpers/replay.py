@@ -191,7 +191,7 @@ def actions_of(
 ) -> list[list[Action]]:
     """Return the actions of each rank of a pipeline in one step.
 
-    ranks            instructions of each; stage g is on rank g % len(ranks)
+    ranks            instructions of each
     duration         time of a computation
     occupies         time for which the message of a send keeps its link busy: bytes / bandwidth
     latency          time of the message of a send from leaving the link to arriving
@@ -201,10 +201,10 @@ def actions_of(
                      pair's messages follow each other in both directions, as on one NCCL
                      communicator
     """
-    size, last = len(ranks), max(i.stage for instructions in ranks for i in instructions)
+    owners = {i.stage: n for n, each in enumerate(ranks) for i in each if i.op in COMPUTE}
 
     def post(send: Instruction, to: int) -> ReplayPost:
-        link = send.stage % size, to % size
+        link = owners[send.stage], owners[to]
         link = link if duplex else (min(link), max(link))
         return ReplayPost(send, link, occupies(send), latency(send))
 
@@ -218,10 +218,11 @@ def actions_of(
             kind = Op.SEND_FORWARD if op in _FORWARDS else Op.SEND_BACKWARD
             needed = Instruction(kind, before, micro_batch)
             if op in COMPUTE:
-                if op is not Op.BACKWARD_WEIGHT and 0 <= before <= last and size > 1:
+                here = owners[stage]
+                if op is not Op.BACKWARD_WEIGHT and owners.get(before, here) != here:
                     actions.append(ReplayWait(needed))
                 actions.append(ReplayCompute(instruction, duration(instruction)))
-                if not posted and op is not Op.BACKWARD_WEIGHT:
+                if not posted and op is not Op.BACKWARD_WEIGHT and owners.get(to, here) != here:
                     actions.append(post(Instruction(kind, stage, micro_batch), to))
             elif not posted:
                 continue

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ _NOT_OF_THE_MODEL = (
     "moe_shared_expert_overlap",
     "tp_comm_overlap",
     "num_layers_per_virtual_pipeline_stage",
-    "enable_zbh1_pipeline",
+    "pipeline_schedule",
     "pipeline_layout",
     "rank_order",
     "zero_",  # stage and sizes
@@ -225,9 +225,11 @@ def assemble(ranks: list[dict[str, tuple[tuple[int, ...], np.ndarray]]]) -> dict
 
 
 @functools.cache
-def _joined(tensor: int, pipeline: int, order: str, **sizes: int) -> Topology:
+def _joined(
+    tensor: int, pipeline: int, order: str, owners: Sequence[int], **sizes: int
+) -> Topology:
     """Join groups once for all jobs of a layout: a process cannot create dozens of them."""
-    return join(tensor, pipeline, order=order, **sizes)
+    return join(tensor, pipeline, order=order, owners=owners, **sizes)
 
 
 class TrainingJob:
@@ -236,13 +238,16 @@ class TrainingJob:
     def __init__(self, config: Config, topology: Topology | None = None, **options: Any) -> None:
         from megatron.engine.engine import Engine, build_executor
         from megatron.model.gpt import build_chunks, layer_context
+        from megatron.model.stages import stage_owners
 
         parallel = config.parallel
+        owners = stage_owners(config)
         self.config = config
         self.topology = topology or _joined(
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
             parallel.rank_order or DEFAULT_ORDER,
+            () if owners[-1] == len(set(owners)) - 1 else owners,  # round-robin
             context_parallel_size=parallel.context_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
             expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,

@@ -49,7 +49,8 @@ def used(rank):
     with patient_connection(detect_launch()) as met:
         counts = []
         for tensor, pipeline, ring in USES:
-            use = partial(use_groups, Topology.create(tensor, pipeline), ring)
+            owners = [*range(pipeline)] * 2 if ring else ()
+            use = partial(use_groups, Topology.create(tensor, pipeline, owners=owners))
             counts.append(met.unless_failed(use, 180.0, "it did not end"))
         return counts, connections(met.launch.master_port)
 

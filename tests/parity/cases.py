@@ -58,7 +58,7 @@ def layout(
     if schedule == "interleaved":
         fields["num_layers_per_virtual_pipeline_stage"] = layers // (2 * pp)
     elif schedule == "zb-h1":
-        fields["enable_zbh1_pipeline"] = True
+        fields["pipeline_schedule"] = "zb-h1"
     shape = dict(tp=tp, pp=pp, dp=dp, cp=cp, sp=sp, schedule=schedule, zero=zero)
     name = "-".join(f"{k}={v}" for k, v in {**shape, **recompute, **more}.items())
     return name, tp * pp * dp * cp, fields

@@ -46,7 +46,7 @@ def draw_layout(draw):
             num_layers=pp * draw.choice([2, 3]) * each, num_layers_per_virtual_pipeline_stage=each
         )
     elif schedule == "zb-h1":
-        fields["enable_zbh1_pipeline"] = True
+        fields["pipeline_schedule"] = "zb-h1"
     elif schedule == "uneven":
         counts = [draw.choice([1, 2]) for _ in range(pp * draw.choice([1, 2]))]
         fields.update(num_layers=sum(counts), pipeline_layout=",".join(map(str, counts)))

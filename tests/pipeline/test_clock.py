@@ -75,6 +75,24 @@ def test_zb_h1(size, more, forward, backward, weight):
     )
 
 
+@pytest.mark.parametrize("size, m", [(2, 4), (6, 12), (7, 33)])
+def test_orders_in_the_shape_of_a_v(size, m):
+    """Of the bubble B of 1F1B, ZB-V and DualPipeV have a sixth, V-half a half, V-min two thirds.
+
+    These are the passes that fill the pipeline, and Qi et al., arXiv 2405.15362, section 3. V-half
+    with an odd number of ranks has a little less, V-min a few passes more or less.
+    """
+
+    def bubble(name):
+        return run_pipeline(Pipeline(name, size, 2, m, even(2 * size, 1, 1, 1))).makespan - 6 * m
+
+    # under 1F1B a pass takes two ticks
+    of_1f1b = run_pipeline(Pipeline("1f1b", size, 1, m, even(size, 2, 4))).makespan - 6 * m
+    assert bubble("zb-v") == bubble("dualpipev") == of_1f1b / 6 == size - 1
+    assert bubble("v-half") == of_1f1b / 2 - 2 * (size % 2)
+    assert bubble("v-min") == of_1f1b * 2 / 3 + (-1 if size % 3 else 1)
+
+
 positive = st.integers(1, 6).map(float)
 
 
@@ -142,24 +160,25 @@ def stage_times(draw, stages):
     )
 
 
-def message_times(draw, size):
-    def of_ranks():
-        return tuple(draw(st.lists(st.tuples(cost, cost), min_size=size, max_size=size)))
+def message_times(draw, stages):
+    def of_stages():
+        return tuple(draw(st.lists(st.tuples(cost, cost), min_size=stages, max_size=stages)))
 
     cost = st.sampled_from([0.0, 0.05, 0.3, 1.1])
-    return Boundaries(of_ranks(), of_ranks(), draw(st.booleans())) if draw(st.booleans()) else None
+    return (
+        Boundaries(of_stages(), of_stages(), draw(st.booleans())) if draw(st.booleans()) else None
+    )
 
 
 @st.composite
 def pipelines(draw, most=40):
     name, chunks = draw(
-        st.sampled_from([("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)])
+        st.sampled_from([("1f1b", 1), ("zb-h1", 1), ("interleaved", 3), ("v-min", 2), ("zb-v", 2)])
     )
     size = draw(st.integers(1, 6))
     m = draw(st.integers(1, most))
-    return Pipeline(
-        name, size, chunks, m, stage_times(draw, size * chunks), message_times(draw, size)
-    )
+    stages = size * chunks
+    return Pipeline(name, size, chunks, m, stage_times(draw, stages), message_times(draw, stages))
 
 
 @given(pipelines(most=24))

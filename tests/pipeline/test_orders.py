@@ -1,10 +1,18 @@
 """User-defined order function: run like any other, or refused with a reason."""
 
+import numpy as np
 import pytest
 
 from megatron.errors import ConfigError
 from megatron.pipeline.clock import Pipeline, StageTimes, run_pipeline
-from megatron.pipeline.orders import SCHEDULES, Instruction, Op, group_sizes, passes_of_rank
+from megatron.pipeline.orders import (
+    ORDERS,
+    SCHEDULES,
+    Instruction,
+    Op,
+    group_sizes,
+    passes_of_rank,
+)
 from megatron.pipeline.schedule import build_rank_schedule, build_schedule, moments_of_rank
 from tools.show_schedule import peak_activations
 
@@ -24,6 +32,16 @@ def split_late(pipeline_size, chunks, micro_batches, rank):
     for i in range(micro_batches):
         order += [Instruction(op, rank, i) for op in (Op.FORWARD, Op.BACKWARD_INPUT)]
     return order + [Instruction(Op.BACKWARD_WEIGHT, rank, i) for i in range(micro_batches)]
+
+
+def whole_v(pipeline_size, chunks, micro_batches, rank):
+    """Return V-half with whole backward passes: an order that places its stages itself."""
+    rows = passes_of_rank("v-half", pipeline_size, chunks, micro_batches, rank)
+    split = rows[rows[:, 0] < Op.BACKWARD_WEIGHT]
+    return np.where(split == [Op.BACKWARD_INPUT, -1, -1], [Op.BACKWARD, -1, -1], split)
+
+
+whole_v.stage_owners = lambda size, chunks: [*range(size), *reversed(range(size))]
 
 
 def test_the_step_of_an_order_of_ones_own():
@@ -53,7 +71,7 @@ def test_what_ranks_hold_and_send(chunks):
     assert peak_activations(schedule) == (5 * chunks,) * 4
     for rank in range(4):
         moments = moments_of_rank(gpipe, 4, chunks, 5, rank)
-        assert (moments.in_flight.sum(axis=1) + moments.waiting).max() + 1 == 5 * chunks
+        assert (moments.in_flight + moments.waiting).sum(axis=1).max() + 1 == 5 * chunks
         assert build_rank_schedule(gpipe, 4, chunks, 5, rank) == schedule[rank]
     waiting = moments_of_rank(split_late, 4, 1, 5, 2)
     assert waiting.in_flight.max() == 0 and waiting.waiting.max() == 4
@@ -95,6 +113,16 @@ def test_passes_that_are_not_the_ranks_are_refused(
         build_schedule(changed(change), 2, 1, 3)
 
 
+@pytest.mark.parametrize("owners", [[0, 1, 1], [0, 0, 0, 1], [0, 1, 2, 1]])
+def test_a_rank_without_its_chunks_is_refused(owners):
+    def misplaced(*sizes):
+        return gpipe(*sizes)
+
+    misplaced.stage_owners = lambda size, chunks: owners
+    with pytest.raises(ConfigError, match="misplaced"):
+        build_schedule(misplaced, 2, 2, 3)
+
+
 def test_ranks_that_wait_for_each_other_are_refused():
     """Ranks that wait for each other are refused.
 
@@ -117,20 +145,17 @@ def test_what_a_long_step_holds_is_what_its_first_groups_hold(name, p, m):
 
     It is counted over few groups of micro-batches of each size.
     """
-    chunks = 3 if name == "interleaved" else 1
+    least, most = ORDERS[name].chunks
+    chunks = min(least + 1, most)
     assert len(group_sizes(p, m)) >= 6
 
     def custom(p, v, m, rank):
         return passes_of_rank(name, p, v, m, rank)
 
+    custom.stage_owners = ORDERS[name].places
     for rank in range(p):
         short, long = (
-            {
-                tuple(row)
-                for row in zip(
-                    *(x.tolist() for x in (o, c, w, n)), map(tuple, h.tolist()), strict=True
-                )
-            }
+            {tuple(row) for row in np.column_stack([o, c, n, h, w]).tolist()}
             for o, c, h, w, n in (moments_of_rank(of, p, chunks, m, rank) for of in (name, custom))
         )
         assert short == long

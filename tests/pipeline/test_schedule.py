@@ -1,12 +1,15 @@
 """Every schedule is complete, ordered by dependencies, free of deadlock, and bounded in memory."""
 
 import doctest
+import itertools
+import math
 from collections import Counter, defaultdict, deque
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.parallel import SCHEDULES, V_SHAPED
 from megatron.model import stages
 from megatron.pipeline import orders
 from megatron.pipeline import schedule as schedule_module
@@ -21,31 +24,37 @@ RECEIVE_OF = {Op.SEND_FORWARD: Op.RECV_FORWARD, Op.SEND_BACKWARD: Op.RECV_BACKWA
 
 @st.composite
 def schedules(draw):
-    name = draw(st.sampled_from(["1f1b", "interleaved", "zb-h1"]))
+    name = draw(st.sampled_from(SCHEDULES))
     size = draw(st.integers(1, 8))
-    chunks = draw(st.integers(2, 4)) if name == "interleaved" else 1
+    chunks = draw(st.integers(2, 4)) if name == "interleaved" else 1 + (name in V_SHAPED)
     return build_schedule(name, size, chunks, draw(st.integers(1, 20)), draw(st.booleans()))
+
+
+def owner(schedule, stage):
+    size = schedule.pipeline_size
+    down = schedule.name not in V_SHAPED or stage < size
+    return stage % size if down else 2 * size - 1 - stage
 
 
 def message(schedule, instruction):
     """Return (sender, receiver, the receiver's name for it) of a SEND or a RECV."""
     op, stage, micro_batch = instruction
-    size = schedule.pipeline_size
     step = 1 if op in (Op.SEND_FORWARD, Op.RECV_FORWARD) else -1
     if op in SENDS:
         return (
-            stage % size,
-            (stage + step) % size,
+            owner(schedule, stage),
+            owner(schedule, stage + step),
             Instruction(RECEIVE_OF[op], stage + step, micro_batch),
         )
-    return (stage - step) % size, stage % size, instruction
+    return owner(schedule, stage - step), owner(schedule, stage), instruction
 
 
 def can_compute(schedule, done, instruction, arrived):
     """Check the dependencies, written again and stricter: remote results must have arrived."""
     op, stage, micro_batch = instruction
     last = schedule.num_stages - 1
-    local = schedule.pipeline_size == 1
+    before = stage + (-1 if op is Op.FORWARD else 1)
+    local = 0 <= before <= last and owner(schedule, before) == owner(schedule, stage)
     if op is Op.BACKWARD_WEIGHT:
         return Instruction(Op.BACKWARD_INPUT, stage, micro_batch) in done
     if op is Op.FORWARD:
@@ -59,7 +68,7 @@ def can_compute(schedule, done, instruction, arrived):
     if stage == last:
         return True
     if local:
-        return Instruction(op, stage + 1, micro_batch) in done
+        return source_done(done, Instruction(Op.SEND_BACKWARD, stage + 1, micro_batch))
     return Instruction(Op.RECV_BACKWARD, stage, micro_batch) in arrived
 
 
@@ -129,17 +138,18 @@ def run(schedule, *, rendezvous):
 @given(schedules())
 def test_complete(schedule):
     size = schedule.pipeline_size
-    passes = {Op.FORWARD}
-    if not schedule.forward_only:
-        split = schedule.name == "zb-h1" and size > 1
-        passes |= {Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT} if split else {Op.BACKWARD}
-    m = schedule.micro_batches
-    expected = Counter(
-        Instruction(op, g, i) for op in passes for g in range(schedule.num_stages) for i in range(m)
-    )
-    actual = Counter(i for rank in schedule for i in rank if i.op in COMPUTE)
-    assert actual == expected
-    assert all(i.stage % size == rank for rank in range(size) for i in schedule[rank])
+    done = Counter(i for rank in schedule for i in rank if i.op in COMPUTE)
+    expected = Counter[Instruction]()
+    for at in itertools.product(range(schedule.num_stages), range(schedule.micro_batches)):
+        passes = {Op.FORWARD}
+        if not schedule.forward_only:
+            split = schedule.name not in ("1f1b", "interleaved") and size > 1
+            if schedule.name == "dualpipev":  # splits some of them
+                split = Instruction(Op.BACKWARD_INPUT, *at) in done
+            passes |= {Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT} if split else {Op.BACKWARD}
+        expected.update(Instruction(op, *at) for op in passes)
+    assert done == expected
+    assert all(owner(schedule, i.stage) == rank for rank in range(size) for i in schedule[rank])
 
 
 @given(schedules(), st.booleans())
@@ -152,7 +162,8 @@ def test_runs_in_dependency_order_without_deadlock(schedule, rendezvous):
 
 @given(schedules())
 def test_messages_are_the_lower_bound(schedule):
-    crossing = schedule.num_stages - 1 if schedule.pipeline_size > 1 else 0
+    pairs = itertools.pairwise(owner(schedule, stage) for stage in range(schedule.num_stages))
+    crossing = sum(a != b for a, b in pairs)
     directions = 1 if schedule.forward_only else 2
     messages = crossing * schedule.micro_batches * directions
     for posts in (SENDS, RECEIVES):
@@ -170,6 +181,13 @@ def test_memory_is_bounded(schedule):
             limit = 1
         elif p == 1:
             limit = v
+        elif schedule.name in V_SHAPED:
+            # section 3 of arXiv 2405.15362, in activations of one chunk: 2 p, half and a third of
+            # it, and constants; DeepSeek's table for DualPipeV
+            bounds = 2 * p, p + 2, math.ceil(2 * p / 3) + 2, 2 * p + 1
+            most = dict(zip(V_SHAPED, bounds, strict=True))[schedule.name]
+            assert peak_activations(schedule)[rank] <= min(2 * m, most)
+            continue
         elif schedule.name == "interleaved":
             limit = min(v * m, 2 * (p - rank - 1) + (v - 1) * largest_group + 1)
         else:

@@ -18,7 +18,7 @@ from megatron.pipeline.trace import trace_of
 def a_run(schedule="interleaved", size=3, chunks=2, micro_batches=5):
     stages = size * chunks
     times = StageTimes((0.001,) * stages, (0.002,) * stages, (0.0005,) * stages)
-    boundaries = Boundaries(((0.0001, 0.0),) * size, ((0.0002, 0.0),) * size)
+    boundaries = Boundaries(((0.0001, 0.0),) * stages, ((0.0002, 0.0),) * stages)
     return run_pipeline(Pipeline(schedule, size, chunks, micro_batches, times, boundaries))
 
 
@@ -26,7 +26,7 @@ def events(run):
     return json.loads(trace_of(run))["traceEvents"]
 
 
-@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-h1", 1), ("v-half", 2)])
 def test_passes(schedule, chunks):
     run = a_run(schedule, 3, chunks)
     trace_events = events(run)

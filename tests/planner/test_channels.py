@@ -121,8 +121,7 @@ def test_a_boundary_is_that_of_its_slowest_replica(sizes, order, chunks, devices
             for inside, latency in ((True, 10e-6), (False, 25e-6))
             if (rank, inside) in expected
         )
-        assert sum(channels.boundary(rank, True, 1e6)) == pytest.approx(worst)
-        assert sum(channels.boundary((rank + 1) % pipeline, False, 1e6)) == pytest.approx(worst)
+        assert sum(channels.boundary(rank, (rank + 1) % pipeline, 1e6)) == pytest.approx(worst)
 
 
 def channels_of(config, cluster=FRONTIER):
@@ -206,11 +205,11 @@ def test_measured_seconds_that_fall_are_no_way_down():
 def test_measured_messages_come_before_links():
     cluster = measured("messages", (1.0, 1e3, 2e-5), (1.0, 1e6, 1e-3), (2.0, 1e3, 1e-4))
     channels = channels_of(made(4, 2, 1), cluster)
-    assert channels.boundary(0, True, 1e6) == pytest.approx((1e-3 - 2e-5, 2e-5))
-    assert channels.boundary(1, False, 1) == pytest.approx((0.0, 2e-5))
+    assert channels.boundary(0, 1, 1e6) == pytest.approx((1e-3 - 2e-5, 2e-5))
+    assert channels.boundary(1, 0, 1) == pytest.approx((0.0, 2e-5))
     across = channels_of(made(8, 2, 1), cluster)
     # One point: in proportion beyond it.
-    assert across.boundary(0, True, 1e4) == pytest.approx((1e-3 - 1e-4, 1e-4))
+    assert across.boundary(0, 1, 1e4) == pytest.approx((1e-3 - 1e-4, 1e-4))
 
 
 # -- confidence ------------------------------------------------------------------------------------
@@ -222,7 +221,7 @@ def test_confidence_tells_published_from_estimated():
     for cluster, basis in ((FRONTIER, PUBLISHED), (load_cluster("lumi"), ASSUMED)):
         channels = Channels(config, cluster, naive_placement(config, cluster))
         channels.seconds("all_gather", 1e6)
-        channels.boundary(0, True, 1e6)
+        channels.boundary(0, 1, 1e6)
         used = {u.figure.split()[0]: u for u in channels.used}
         assert used["tensor-parallel"].basis == basis and "52 " in used["tensor-parallel"].value
         assert used["stage"].basis == ASSUMED and "data-parallel" not in used

@@ -12,7 +12,7 @@ OVER_NODES = dict(
     SMALL,
     num_layers=4,
     pipeline_model_parallel_size=2,
-    enable_zbh1_pipeline=True,
+    pipeline_schedule="zb-h1",
     seq_length=256,
     global_batch_size=16,
     world_size=16,

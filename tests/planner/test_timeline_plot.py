@@ -12,7 +12,7 @@ from megatron.planner.timeline_plot import plot_timeline
 def a_run(schedule="1f1b", size=4, chunks=1, micro_batches=6):
     stages = size * chunks
     times = StageTimes((0.01,) * stages, (0.02,) * stages, (0.01,) * stages)
-    boundaries = Boundaries(((0.001, 0.001),) * size, ((0.001, 0.001),) * size)
+    boundaries = Boundaries(((0.001, 0.001),) * stages, ((0.001, 0.001),) * stages)
     return run_pipeline(Pipeline(schedule, size, chunks, micro_batches, times, boundaries))
 
 

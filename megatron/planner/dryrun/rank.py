@@ -28,6 +28,7 @@ from megatron.engine.engine import Engine, build_executor
 from megatron.engine.optimizer_state import MASTER, optimizer_state
 from megatron.errors import ConfigError
 from megatron.model.gpt import build_chunks, layer_context
+from megatron.model.stages import stage_owners
 from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.layout import LayoutSizes
@@ -362,6 +363,7 @@ def member(
             device=torch.device(device),
             tied_embeddings=not config.model.untie_embeddings_and_output_weights,
             flight=flight,
+            owners=stage_owners(config),
         )
 
 

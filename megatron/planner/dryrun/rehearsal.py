@@ -8,6 +8,7 @@ import textwrap
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config
 from megatron.config.command_line import parse_plan
+from megatron.config.parallel import V_SHAPED
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.settings import cluster_of_environment
 from megatron.data.tokenizer import with_vocabulary
@@ -22,7 +24,7 @@ from megatron.errors import MegatronError
 from megatron.model.formulas import parameters_of
 from megatron.model.gpt import hidden_state
 from megatron.pipeline.orders import SENDS_IN_FLIGHT, group_sizes
-from megatron.pipeline.schedule import build_schedule, clock_missing
+from megatron.pipeline.schedule import build_schedule, clock_missing, moments_of_rank
 from megatron.planner.cluster import GIB, Cluster, load_cluster
 from megatron.planner.dryrun.rank import (
     RankProblem,
@@ -41,7 +43,7 @@ from megatron.planner.memory import (
     sized_model,
 )
 from megatron.planner.placement import choose_placement, layout_of, over_nodes
-from megatron.planner.stage import stages_of
+from megatron.planner.stage import stages_on
 from megatron.planner.table import Table
 from megatron.planner.timing import estimate
 from megatron.training.run.schedules import Schedules, run_costs
@@ -61,8 +63,8 @@ _HELPS = {
         "a smaller --micro-batch-size; --sequence-parallel; --recompute-granularity selective or "
         "full; --attention-backend auto, which keeps no scores",
     ),
-    "logits": "a smaller --cross-entropy-chunk-tokens (0 and --enable-zbh1-pipeline compute all "
-    "logits at once)",
+    "logits": "a smaller --cross-entropy-chunk-tokens (0 and schedules that split backward passes "
+    "compute all logits at once)",
 }
 """Flags that reduce the memory of each category."""
 
@@ -85,23 +87,25 @@ def members_of(config: Config) -> list[Member]:
     Pipeline ranks are of the same kind if their chunks have the same layers, and both or neither
     have an embedding or a head. The first rank of a kind is run, because it has the most
     micro-batches in flight; under zb-h1 the last rank is run as well, because later ranks keep more
-    tensors for deferred weight gradients. Tensor-parallel ranks hold tensors of the same shape,
+    tensors for deferred weight gradients; and where stages form a V, the two ranks with the most of
+    each. Tensor-parallel ranks hold tensors of the same shape,
     including padding, and data-parallel ranks hold equal shards of each bucket. It is therefore
     enough to compare a few more ranks: the last tensor rank of the first and of the last stage and,
     on the first stage, the last data rank and the last rank of the first context group, expert
     group and ZeRO group. All experts get the same number of rows (planner/tensors.py).
     """
     layout = layout_of(config)
-    stages = stages_of(config)
     size = layout.pipeline
     kinds: dict[object, list[int]] = {}
     for p in range(size):
         # with a user's schedule, every pipeline rank is of a kind of its own
         distinct = p if config.pieces.schedule is not None else None
-        kinds.setdefault((stages[p::size], distinct), []).append(p)
+        kinds.setdefault((stages_on(config, p), distinct), []).append(p)
     alike: dict[int, tuple[int, ...]] = {}
     for ranks in kinds.values():
-        if config.parallel.schedule == "zb-h1" and len(ranks) > 1:
+        if config.parallel.schedule in V_SHAPED and len(ranks) > 1:
+            ranks.sort(key=partial(_most_held, config), reverse=True)
+        if config.parallel.schedule in ("zb-h1", *V_SHAPED) and len(ranks) > 1:
             alike[ranks[-1]] = (ranks.pop(),)
         alike[ranks[0]] = tuple(ranks)
     run = [(0, 0, p) for p in sorted(alike)]
@@ -115,6 +119,20 @@ def members_of(config: Config) -> list[Member]:
     ]
 
 
+def _most_held(config: Config, rank: int) -> tuple[int, int]:
+    """Return the most activations of a pipeline rank before their backward passes, and in all."""
+    parallel = config.parallel
+    moments = moments_of_rank(
+        config.schedule,
+        parallel.pipeline_model_parallel_size,
+        parallel.num_chunks,
+        config.num_micro_batches(),
+        rank,
+    )
+    held = moments.in_flight.sum(axis=1)
+    return int(held.max()), int((held + moments.waiting.sum(axis=1)).max())
+
+
 def enough_micro_batches(config: Config) -> int:
     """Count the micro-batches beyond which the memory and messages of a step only repeat.
 
@@ -125,7 +143,8 @@ def enough_micro_batches(config: Config) -> int:
     first group (pipeline/orders.py). The result includes at least one more round. With several
     chunks it consists of the first groups of the real step, since another number of micro-batches
     may be grouped differently. For a user's schedule on several ranks, all are counted. Under
-    zb-h1, weight gradients are deferred by up to p more passes. A rank also keeps the last few
+    zb-h1, weight gradients are deferred by up to p more passes; where stages form a V, a rank holds
+    at most 2 p + 1 micro-batches of a chunk. A rank also keeps the last few
     messages that it has sent.
     """
     m = config.num_micro_batches()
@@ -138,7 +157,8 @@ def enough_micro_batches(config: Config) -> int:
     if config.parallel.schedule == "interleaved":
         warm_up = -(-((v + 1) * p - 1) // (v * p))  # number of groups; fewer suffice if larger
         return sum(group_sizes(p, m)[: warm_up + 1])
-    return min(m, (2 * p if config.parallel.schedule == "zb-h1" else p) + 2 + SENDS_IN_FLIGHT)
+    longer = config.parallel.schedule in ("zb-h1", *V_SHAPED)
+    return min(m, (2 * p if longer else p) + 2 + SENDS_IN_FLIGHT)
 
 
 # -- the rehearsal ---------------------------------------------------------------------------------

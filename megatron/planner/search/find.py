@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS, RecomputeConfig
 from megatron.errors import ConfigError
+from megatron.model.stages import stage_owners
 from megatron.pipeline.schedule import check_clock
-from megatron.planner.channels import EXCHANGES, Channels
+from megatron.planner.channels import EXCHANGES, Channels, wraps
 from megatron.planner.cluster import GIB, Cluster
 from megatron.planner.layout import (
     DIMENSIONS,
@@ -277,7 +278,7 @@ class LayoutSearch:
         """Return the channels of the placements to estimate."""
         cluster = self.space.cluster
         devices = min(config.parallel.world_size, cluster.devices_per_node)
-        key = layout_of(config, devices=devices), config.parallel.num_chunks > 1
+        key = layout_of(config, devices=devices), wraps(config)
         if key not in self._known:
             self._known[key] = [
                 Channels(config, cluster, placement)
@@ -295,8 +296,7 @@ class LayoutSearch:
         parallel = config.parallel
         key = (
             parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-            parallel.num_stages,
+            stage_owners(config),
             parallel.expert_model_parallel_size,
             parallel.expert_tensor_parallel_size,
         )
@@ -527,6 +527,7 @@ def worthwhile_placements(
 def _times(config: Config, cluster: Cluster, placement: Placement) -> tuple[float, ...]:
     """Return the seconds of each kind and size of message; between stages, the maximum and sum."""
     channels = Channels(config, cluster, placement)
+    parallel = config.parallel
     times = list[float]()
     calls = [("all_reduce", name) for name in channels.lanes]
     calls += [("reduce_scatter", name) for name in channels.lanes if name != "ends"]
@@ -535,7 +536,8 @@ def _times(config: Config, cluster: Cluster, placement: Placement) -> tuple[floa
     for size in _SIZES:
         times += (channels.seconds(kind, size, name) for kind, name in calls)
         boundaries = [
-            channels.boundary(rank, True, size) for rank in range(len(channels.boundaries))
+            channels.boundary(rank, (rank + 1) % parallel.pipeline_model_parallel_size, size)
+            for rank in range(len(channels.boundaries))
         ]
         if boundaries:
             times += (*max(boundaries), sum(map(sum, boundaries)))

@@ -12,6 +12,7 @@ from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config
 from megatron.config.command_line import read_settings, with_preset
 from megatron.config.config import finish
+from megatron.config.parallel import V_SHAPED
 from megatron.config.settings import all_options
 from megatron.errors import ConfigError
 from megatron.model.stages import assign_layers
@@ -177,8 +178,8 @@ class LayoutSpace:
 
         By default micro-batch sizes are powers of two.
         """
-        chunks = self._chunks(shape.pp)
-        if not chunks:
+        schedules = self._schedules(shape.pp)
+        if not schedules:
             rejections.add(
                 "layers or stages do not divide into an allowed number of chunks", self.write(shape)
             )
@@ -192,13 +193,9 @@ class LayoutSpace:
                 )
                 rejections.add("replicas and micro-batches do not divide the global batch", example)
                 continue
-            for micro, count in itertools.product(micros, chunks):
-                # a single stage has no choice of schedule
-                schedules = ("interleaved",) if count > 1 else ("1f1b", "zb-h1")[: shape.pp]
-                for schedule in schedules:
+            for micro in micros:
+                for count, schedule in schedules:
                     size = shape._replace(batch=batch, micro=micro, chunks=count, schedule=schedule)
-                    if shape.pp > 1 and not allowed(schedule, "schedule", self.restrictions):
-                        continue
                     if any(True for _ in self.variants(size)):
                         yield size
                     else:
@@ -224,6 +221,26 @@ class LayoutSpace:
         elif pp > 1 and layers % pp == 0:
             counts = [v for v in range(1, layers // pp + 1) if layers // pp % v == 0]
         return [chunks for chunks in counts if chunks in self._values("chunks", counts)]
+
+    def _schedules(self, pp: int) -> list[tuple[int, str]]:
+        """List (chunks, schedule). DualPipeV, for layers that overlap, only on request."""
+        if pp == 1:  # no choice of schedule
+            return [(count, "1f1b") for count in self._chunks(1)]
+        pairs = [
+            (count, name)
+            for count in self._chunks(pp)
+            for name in (("interleaved",) if count > 1 else ("1f1b", "zb-h1"))
+        ]
+        layout = self.base.parallel.pipeline_layout
+        fits = (
+            self.base.model.num_layers >= 2 * pp
+            if layout is None
+            else (layout.count(",") + 1 == 2 * pp)
+        )
+        if fits and 2 in self._values("chunks", [2]):
+            asked = self.restrictions.get("schedule", ())
+            pairs += [(2, name) for name in V_SHAPED if name != "dualpipev" or name in asked]
+        return [pair for pair in pairs if allowed(pair[1], "schedule", self.restrictions)]
 
     # -- variants ----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from megatron.engine.zero_plan import BucketInstruction, BucketOp, Reductions, Z
 from megatron.errors import ConfigError
 from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.model import formulas
+from megatron.model.stages import stage_owners, stages_of_rank
 from megatron.parallel.sharding import Sharding
 from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTimes, run_pipeline
 from megatron.pipeline.schedule import check_clock
@@ -40,6 +42,7 @@ from megatron.planner.stage import (
     plan_of_rank,
     stage_flops,
     stages_of,
+    stages_on,
     tied_elements,
 )
 from megatron.planner.timing.passes import (
@@ -233,15 +236,12 @@ def _run(
     size = parallel.pipeline_model_parallel_size
     chunks = parallel.num_chunks
     if size > 1:
-        forward_times, backward_times = (
-            tuple(
-                channels.boundary(rank, forward, traced.layer.hands_on)
-                if chunks > 1 or rank != end
-                else (0.0, 0.0)
-                for rank in range(size)
-            )
-            for forward, end in ((True, size - 1), (False, 0))
-        )
+        times_between = [
+            channels.boundary(*ranks, traced.layer.hands_on)
+            for ranks in itertools.pairwise(stage_owners(config))
+        ]
+        forward_times = (*times_between, (0.0, 0.0))
+        backward_times = ((0.0, 0.0), *times_between)
         # On a GPU a pair of ranks has one communicator, which serializes messages in both
         # directions.
         boundaries = Boundaries(forward_times, backward_times, duplex=cluster.device_type == "cpu")
@@ -269,18 +269,14 @@ def _components_of_passes(
     config: Config, stages: tuple[StageSeconds, ...], run: PipelineRun
 ) -> dict[str, float]:
     rank = busiest_rank(run)
-    stages_of_rank = stages[rank :: config.parallel.pipeline_model_parallel_size]
+    mine = [stages[stage] for stage in stages_of_rank(config, rank)]
     passes = {
-        "forward": sum(s.forward.compute for s in stages_of_rank),
-        "backward": sum(s.backward.compute + s.weight.compute for s in stages_of_rank),
-        "recompute": sum(s.backward.recompute for s in stages_of_rank),
-        "layer messages": sum(
-            s.forward.waited + s.backward.waited + s.weight.waited for s in stages_of_rank
-        ),
-        "data-parallel": sum(
-            s.forward.shared + s.backward.shared + s.weight.shared for s in stages_of_rank
-        ),
-        "host": sum(sum(s.overhead) for s in stages_of_rank),
+        "forward": sum(s.forward.compute for s in mine),
+        "backward": sum(s.backward.compute + s.weight.compute for s in mine),
+        "recompute": sum(s.backward.recompute for s in mine),
+        "layer messages": sum(s.forward.waited + s.backward.waited + s.weight.waited for s in mine),
+        "data-parallel": sum(s.forward.shared + s.backward.shared + s.weight.shared for s in mine),
+        "host": sum(sum(s.overhead) for s in mine),
     }
     # If ranks share cores, passes take longer on the clock than by themselves.
     stretched = run.busy[rank] / sum(passes.values())
@@ -332,8 +328,9 @@ def exchange(
             for i, pick in ((0, min), (1, max))
         )
         # this rank begins and ends a step with the stage of its first chunk
-        first = stages[rank].first
-        last = stages[rank].last
+        outer = stages[stages_of_rank(config, rank)[0]]
+        first = outer.first
+        last = outer.last
         end = max(ready) + last
         sums = Reductions(plan)
         sent = [(ready[n], one) for n in plan.order for one in sums.complete(n, final=True)]
@@ -570,7 +567,7 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
     seconds = [each[stage][0] for stage in stages]
     size = config.parallel.pipeline_model_parallel_size
     m = config.num_micro_batches()
-    passes = _passes(seconds, size, m)
+    passes = _passes(config, seconds)
     crowd = crowding(config, cluster)
     if crowd > 1.0:  # the shared cores do all the work
         passes = max(passes, m * sum(map(sum, seconds)) / size * crowd)
@@ -616,10 +613,14 @@ def _seconds(
 @functools.lru_cache(maxsize=1 << 14)
 def _boundary(channels: Channels, size: int, n_bytes: float) -> tuple[float, float]:
     """Return the seconds on the link and the latency for the slowest boundary."""
-    return max(channels.boundary(rank, True, n_bytes) for rank in range(size - 1))
+    return max(channels.boundary(rank, rank + 1, n_bytes) for rank in range(size - 1))
 
 
-def _passes(stages: Sequence[_Seconds], size: int, micro_batches: int) -> float:
+_BUBBLES = {"v-half": 1 / 2, "v-min": 2 / 3}
+"""Bubble as a fraction of that of 1F1B, of orders with one in spite of split backward passes."""
+
+
+def _passes(config: Config, stages: Sequence[_Seconds]) -> float:
     """Return the seconds of a step's passes, from their start to their end on all ranks.
 
     A rank's first pass waits for the forward passes of the earlier stages; their backward passes
@@ -629,12 +630,15 @@ def _passes(stages: Sequence[_Seconds], size: int, micro_batches: int) -> float:
     """
     most = ahead = behind = 0.0
     busy = [sum(stage) for stage in stages]
+    size = config.parallel.pipeline_model_parallel_size
+    micro_batches = config.num_micro_batches()
+    bubble = _BUBBLES.get(config.schedule_name, 0.0) * (size - 1) * sum(busy) / size
     for rank in range(size):
         forward, backward, weight = stages[rank]
         deferred = min(rank + 1, micro_batches) * weight  # including its last micro-batch
-        most = max(
-            most, ahead + micro_batches * sum(busy[rank::size]) + max(0.0, behind - deferred)
-        )
+        mine = sum(busy[stage] for stage in stages_of_rank(config, rank))
+        idle = max(bubble, ahead + max(0.0, behind - deferred))
+        most = max(most, micro_batches * mine + idle)
         ahead = ahead + forward
         behind = behind + backward
     return most
@@ -655,8 +659,7 @@ def _exchanged(
     chunks = config.parallel.num_chunks
     if zero.gradient_ranks == 1:
         return 0.0
-    stages_of_rank = stages_of(config)[::size]
-    layers = max(1, sum(stage.layers for stage in stages_of_rank))
+    layers = max(1, sum(stage.layers for stage in stages_on(config, 0)))
 
     def left(total: float, beside: float, overlaps: bool) -> float:
         if not (overlaps and hides):

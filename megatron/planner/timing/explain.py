@@ -17,6 +17,7 @@ from megatron.engine.zero_plan import (
 )
 from megatron.kernels.cost import Attention, Computation, Memory
 from megatron.model.formulas import device_unit
+from megatron.model.stages import stages_of_rank
 from megatron.planner.cluster import GIB
 from megatron.planner.events import GroupMessage, Pass, Trace, TracedModule
 from megatron.planner.memory import host_bytes
@@ -27,6 +28,7 @@ from megatron.planner.stage import (
     plan_in_passes,
     plan_of_rank,
     stages_of,
+    stages_on,
 )
 from megatron.planner.table import Table
 from megatron.planner.timing.estimate import Estimate, busiest_rank
@@ -49,8 +51,7 @@ def explain(predicted: Estimate) -> list[Table]:
     """
     traced = trace(predicted.config, predicted.cluster.device_type)
     rank = busiest_rank(predicted.run)
-    stages = stages_of(predicted.config)
-    rank_stages = stages[rank :: predicted.config.parallel.pipeline_model_parallel_size]
+    rank_stages = stages_on(predicted.config, rank)
     modules = dict[str, TracedModule]()
     for kind, of_kind in zip(kinds_of_layers(predicted.config.model)[0], traced.kinds, strict=True):
         for name, module in zip(("", "recomputed "), of_kind, strict=True):
@@ -63,7 +64,7 @@ def explain(predicted: Estimate) -> list[Table]:
     device = device_unit(predicted.cluster.device)
     tables = list[Table]()
     for title, module in modules.items():
-        for half, of in _passes(module, stages[0].split):
+        for half, of in _passes(module, rank_stages[0].split):
             if of.steps:
                 tables.append(_pass(predicted, f"{title}, {half}, on one {device}", of))
     tables += _stages(predicted, rank), _step(predicted, rank)
@@ -158,7 +159,7 @@ def _stages(predicted: Estimate, rank: int) -> Table:
     """Tabulate each pass of each stage of a rank."""
     rows = []
     stages = stages_of(predicted.config)
-    for number in range(rank, len(stages), predicted.config.parallel.pipeline_model_parallel_size):
+    for number in stages_of_rank(predicted.config, rank):
         seconds = predicted.stage_seconds[number]
         name = f"stage {number}, {stages[number].layers} layer(s)"
         for title, of, host in zip(

@@ -237,7 +237,7 @@ def local_loss(losses: list[Tensor], weights: Tensor | None, topology: Topology)
     stage, empty on other stages; `weights` [micro-batches] are their weights, equal if None. All
     tensor ranks of a stage have the same losses, so only the first one has a term.
     """
-    if not topology.pipeline.is_last or topology.tensor.rank != 0:
+    if not topology.has_last_stage or topology.tensor.rank != 0:
         return None
     stacked = torch.stack([loss.detach().float() for loss in losses])
     if weights is None:
@@ -253,7 +253,7 @@ def counted(
     With token weights, micro-batches without unmasked tokens have weight 0 anyway, so all
     micro-batches count, or none if the global batch has no unmasked token.
     """
-    if not topology.pipeline.is_last or topology.tensor.rank != 0:
+    if not topology.has_last_stage or topology.tensor.rank != 0:
         return None
     marked = torch.stack([batch.loss_mask.any() for batch in micro_batches])
     if weights is not None:

@@ -39,7 +39,7 @@ def reads_data(config: Config, topology: Topology) -> bool:
     The first stage needs tokens, the last one labels, and all stages need data if positions or
     attention depend on the ends of documents, as they may with a user's own data sets.
     """
-    ends = topology.pipeline.is_first or topology.pipeline.is_last
+    ends = topology.has_first_stage or topology.has_last_stage
     ends |= config.pieces.datasets is not None
     return ends or config.data.reset_position_ids or config.data.reset_attention_mask
 

@@ -423,7 +423,7 @@ class _Decoder:
         layout = self._topology.layout
         if group.size > 1:
             replica = layout.coordinates(self._topology.rank)[1]
-            source = layout.rank(tensor=0, data=replica, pipeline=layout.pipeline - 1)
+            source = layout.rank(tensor=0, data=replica, pipeline=self._topology.ends[1])
             dist.broadcast(chosen, source, group=group.handle)
         if (group := self._topology.expert_span).size > 1:  # its ranks run the same passes
             dist.broadcast(chosen, group.ranks[0], group=group.handle)

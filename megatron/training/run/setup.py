@@ -32,6 +32,7 @@ from megatron.engine.engine import Engine, build_executor
 from megatron.errors import ConfigError, DataError, LaunchError, LostRankError, MegatronError
 from megatron.model import formulas
 from megatron.model.gpt import build_chunks, layer_context
+from megatron.model.stages import stage_owners
 from megatron.parallel import collectives
 from megatron.parallel.collectives import use_groups
 from megatron.parallel.launch import Launch
@@ -209,11 +210,12 @@ def connect_groups(
         timeout=timeout,
         tied_embeddings=not config.model.untie_embeddings_and_output_weights,
         flight=rendezvous.flight,
+        owners=stage_owners(config),
     )
     with topology.flight.phase("groups"):
         # Give up before torch, whose message is less specific; RCCL would never give up.
         rendezvous.unless_failed(
-            partial(use_groups, topology, config.parallel.num_chunks > 1),
+            partial(use_groups, topology),
             _FIRST_SHARE * timeout.total_seconds(),
             "the first use of all groups did not end",
         )

@@ -28,7 +28,7 @@ def train_step(run: Run) -> Spike | None:
     with run.timers("data"):
         number = batches.num_micro_batches(progress.consumed_samples)
         micro_batches = run.loop.train_stream.take(number)
-    per_token = run.config.batch.calculate_per_token_loss and run.topology.pipeline.is_last
+    per_token = run.config.batch.calculate_per_token_loss and run.topology.has_last_stage
     weights = TokenWeights(micro_batches, run.topology.data) if per_token else None
     with run.timers("forward-backward"):
         losses = run.executor.train(

@@ -76,7 +76,7 @@ CASES = [
             recompute_method="block",
         ),
     ),
-    (0, dict(world_size=4, **PP2, enable_zbh1_pipeline=True, recompute_granularity="selective")),
+    (0, dict(world_size=4, **PP2, pipeline_schedule="zb-h1", recompute_granularity="selective")),
     (0, dict(world_size=2, bf16=True, **TP2, **LLAMA, optimizer_implementation="torch")),
     (1, dict(world_size=4, bf16=True, **LLAMA, **RING, zero_stage=3, optimizer="lion")),
     (

@@ -96,7 +96,7 @@ def end_of_run(rank, fields, poison):
         ),
         pytest.param(
             2,
-            dict(pipeline_model_parallel_size=2, enable_zbh1_pipeline=True, bf16=True),
+            dict(pipeline_model_parallel_size=2, pipeline_schedule="zb-h1", bf16=True),
             dict(what="backward", module="layers.3.self_attention", rank=1),
             ("gradient", "layers.3.self_attention"),
             id="zero-bubble",
