@@ -14,6 +14,7 @@ import contextlib
 
 import pytest
 
+from megatron.config.parallel import SCHEDULES, V_SHAPED
 from tests.helpers import frozen
 from tests.helpers.fusions import force
 from tests.helpers.training import STEPS, routes, train_in_process
@@ -43,7 +44,8 @@ def layout(
     There are only as many layers and micro-batches as every stage, chunk and phase of the schedule
     needs: most of a case's time goes into messages between more processes than cores.
     """
-    layers = more.get("num_layers", 8 if pp == 4 and schedule == "interleaved" else 4)
+    stages = pp * (1 if schedule in ("1f1b", "zb-h1") else 2)
+    layers = more.get("num_layers", max(4, stages))
     fields = dict(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -57,8 +59,8 @@ def layout(
     fields.update(more)
     if schedule == "interleaved":
         fields["num_layers_per_virtual_pipeline_stage"] = layers // (2 * pp)
-    elif schedule == "zb-h1":
-        fields["pipeline_schedule"] = "zb-h1"
+    elif schedule != "1f1b":
+        fields["pipeline_schedule"] = schedule
     shape = dict(tp=tp, pp=pp, dp=dp, cp=cp, sp=sp, schedule=schedule, zero=zero)
     name = "-".join(f"{k}={v}" for k, v in {**shape, **recompute, **more}.items())
     return name, tp * pp * dp * cp, fields
@@ -95,7 +97,7 @@ GRID = [
     for number, ((tp, pp, dp), schedule) in enumerate(
         (shape, schedule)
         for shape in SHAPES
-        for schedule in (("1f1b", "interleaved", "zb-h1") if shape[1] > 1 else ("1f1b",))
+        for schedule in (SCHEDULES if shape[1] > 1 else ("1f1b",))
     )
     for variant, recompute in enumerate((NONE, RECOMPUTED[number % len(RECOMPUTED)]))
 ]
@@ -247,6 +249,7 @@ EXPERT_SHAPES = [
     (2, dict(dp=2, zero=0)),
     (2, dict(tp=2, dp=2, sp=True, recompute=FULL)),
     (2, dict(pp=2, dp=2, schedule="zb-h1", recompute=MOE)),
+    (2, dict(pp=2, dp=2, schedule="v-half", recompute=MOE_ACT)),
     (4, dict(tp=2, dp=4, rank_order="dp-pp-tp", recompute=MOE_ACT, **TWO_NODES)),
     (4, dict(cp=2, dp=2)),
     (2, dict(tp=2, cp=2, sp=True, packed=True, **DOCUMENTS)),
@@ -309,7 +312,7 @@ TOGETHER = [
         **LLAMA,
         **DOCUMENTS,
     ),
-    layout(tp=2, pp=2, **FP16, poison=(1, 3)),
+    layout(tp=2, pp=2, schedule="zb-v", **FP16, poison=(1, 3)),
     layout(tp=2, sp=True, recompute=CHEAP, fused=True, **FAMILIES["olmo2"]),
     layout(dp=2, recompute=FULL, fused=True, **FAMILIES["gemma2"]),
     layout(dp=2, zero=3, recompute=FULL2, gradient_accumulation_fusion=False),
@@ -319,6 +322,7 @@ TOGETHER = [
     experts(2, cp=2, recompute=MOE, micro_batch_size=2, **DRAWN),
     layout(tp=2, dp=2, sp=True, recompute=FULL, **MUON, **QK_CLIP, **{**LLAMA, **MULTI_QUERY}),
     layout(pp=4, schedule="zb-h1", num_layers=6, pipeline_layout="2,1,2,1", global_batch_size=3),
+    layout(pp=2, dp=2, zero=2, schedule="v-half", pipeline_layout="1,2,1,1", num_layers=5, **LLAMA),
     layout(cp=2, recompute=SELECTIVE, packed=True, micro_batch_size=2, **DOCUMENTS, **LLAMA),
     layout(cp=4, **BOTH, **FAMILIES["qwen3"], reset_attention_mask=True),
     # The components of gpt-1t-frontier, with a different rank order.
@@ -390,7 +394,7 @@ SHARDED = [
     ],
     *[
         layout(pp=2, dp=2, zero=2, schedule=schedule, **precision)
-        for schedule in ("1f1b", "interleaved", "zb-h1")
+        for schedule in ("1f1b", "interleaved", "zb-h1", "v-half", "dualpipev")
         for precision in ({}, BF16, FP16)
     ],
     layout(zero=3),
@@ -443,6 +447,12 @@ CAMPAIGN = [
     layout(tp=2, cp=2, sp=True, recompute=CHEAP, fused=True, **WINDOW, **CAP, **LLAMA),
     layout(cp=2, pp=2, schedule="zb-h1", recompute=FULL, hidden_dropout=0.2, **BF16),
     layout(tp=2, pp=2, cp=2, sp=True, schedule="interleaved", **ULYSSES, **DROPOUT),
+    layout(pp=2, cp=2, schedule="v-half", recompute=FULL, packed=True, **DOCUMENTS, **LLAMA),
+    layout(tp=2, pp=2, cp=2, sp=True, schedule="v-min", **ULYSSES, **DROPOUT),
+    layout(pp=2, cp=2, dp=2, schedule="zb-v", recompute=SELECTIVE, hidden_dropout=0.2, **BF16),
+    layout(tp=2, pp=2, sp=True, schedule="dualpipev", **CHUNKS, rank_order="pp-dp-tp"),
+    layout(pp=2, dp=2, schedule="v-half", **MUON, **QK_CLIP, **LLAMA),
+    layout(pp=4, schedule="v-half", **FP16, poison=(1, 2)),
     *SHARDED,
     *CONTEXT,
     *[
@@ -536,6 +546,11 @@ CAMPAIGN = [
     layout(pp=2, schedule="interleaved", global_batch_size=5),
     layout(pp=4, schedule="interleaved", global_batch_size=3),  # fewer micro-batches than stages
     layout(pp=4, schedule="zb-h1", global_batch_size=3),
+    *[
+        layout(pp=4, schedule=schedule, global_batch_size=count, **more)
+        for schedule in V_SHAPED
+        for count, more in ((1, {}), (3, DROPOUT), (9, dict(num_layers=9)))
+    ],
     layout(tp=2, pp=2, dp=2, sp=True, micro_batch_size=2),
     # the order of the ranks
     layout(tp=2, pp=2, dp=2, sp=True, schedule="zb-h1", rank_order="pp-dp-tp"),

@@ -11,6 +11,7 @@ import random
 
 import pytest
 
+from megatron.config.parallel import SCHEDULES, V_SHAPED
 from tests.helpers.processes import run_processes
 from tests.parity.cases import BLOCK, FULL, FULL2, NONE, SELECTIVE, train
 from tests.parity.test_grid import check
@@ -39,14 +40,16 @@ def draw_layout(draw):
         num_layers=max(pp, 4) + draw.choice([0, 1]),
         **draw.choice([NONE, FULL, FULL2, BLOCK, SELECTIVE]),
     )
-    schedule = draw.choice(["1f1b", "interleaved", "zb-h1", "uneven"]) if pp > 1 else "1f1b"
+    schedule = draw.choice([*SCHEDULES, "uneven"]) if pp > 1 else "1f1b"
     if schedule == "interleaved":
         each = draw.choice([1, 2])
         fields.update(
             num_layers=pp * draw.choice([2, 3]) * each, num_layers_per_virtual_pipeline_stage=each
         )
     elif schedule == "zb-h1":
-        fields["pipeline_schedule"] = "zb-h1"
+        fields["pipeline_schedule"] = schedule
+    elif schedule in V_SHAPED:
+        fields.update(pipeline_schedule=schedule, num_layers=2 * pp + draw.choice([0, 1, 2]))
     elif schedule == "uneven":
         counts = [draw.choice([1, 2]) for _ in range(pp * draw.choice([1, 2]))]
         fields.update(num_layers=sum(counts), pipeline_layout=",".join(map(str, counts)))
