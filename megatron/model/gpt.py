@@ -35,11 +35,12 @@ from megatron.layers.vocabulary import (
     token_losses,
     vocabulary_loss,
 )
-from megatron.model.stages import assign_layers, recomputed_groups, stages_of_rank
+from megatron.model.stages import assign_layers, recomputed_groups
 from megatron.parallel.keyed_random import DropoutKey, Site
 from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
+from megatron.pipeline.orders import stages_of_rank
 from megatron.protocols import Layer, Stage
 
 OUTPUT_LAYER = "output_layer.weight"
@@ -316,7 +317,8 @@ def build_chunks(
     layers = assign_layers(config.model.num_layers, stages, config.parallel.pipeline_layout)
     chunks: dict[str, nn.Module] = {}
     make: Stage = config.pieces.model or GPTChunk
-    for stage in stages_of_rank(config, topology.pipeline.rank):
+    size = topology.pipeline.size
+    for stage in stages_of_rank(config.schedule, size, stages // size, topology.pipeline.rank):
         embeddings: Any = getattr(chunks.get("0"), "word_embeddings", None)
         shared = None if embeddings is None else embeddings.weight
         chunks[str(stage)] = make(

@@ -439,8 +439,10 @@ def stage_owners(schedule: AnyOrder, pipeline_size: int, chunks: int) -> tuple[i
     >>> stage_owners("interleaved", 3, 2), stage_owners("v-half", 3, 2)
     ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
     """
+    if pipeline_size == 1:
+        return (0,) * chunks
     if isinstance(schedule, str):
-        places = ORDERS[schedule].places if pipeline_size > 1 else round_robin
+        places = ORDERS[schedule].places
     else:
         places = getattr(schedule, "stage_owners", round_robin)
     owners = tuple(map(int, places(pipeline_size, chunks)))

@@ -67,6 +67,7 @@ WORDS = {
     "sp": dict(sequence_parallel=True),
     "chunks": dict(num_layers_per_virtual_pipeline_stage=1),
     "zb": dict(pipeline_schedule="zb-h1"),
+    "v": dict(pipeline_schedule="v-half"),
     "1,2": dict(pipeline_layout="1,2"),
     "2,1": dict(pipeline_layout="2,1"),
     "zero0": dict(zero_stage=0),
@@ -91,7 +92,7 @@ WRITTEN = {
     "multi-query, tp4": (MULTI_QUERY, "tp4"),
     "multi-query, dp4": (MULTI_QUERY, ""),
     "sequences": (MODEL, "tp2 cp2"),
-    "tied": (TIED, "pp2 chunks"),
+    "tied": (TIED, "pp2 v"),
     "experts": (EXPERTS, "tp2 ep2"),
     "experts, folded": (EXPERTS, "tp2 sp ep4 etp1 zero2"),
     "experts, zero 3": (EXPERTS, "halves ep2 host"),
@@ -141,10 +142,10 @@ experts, zero 3 -> halves ep2
 experts, zero 3 -> zero3 tp2 sp fp16
 tied -> halves
 tied -> pp2 chunks zero2
-tied -> pp2 chunks
+tied -> pp2 v zero2
 tied -> pp2 chunks tp2 sp
 tied -> tp4
-fp16 -> pp2 chunks fp16 tp2
+fp16 -> pp2 v fp16 tp2
 fp16 -> pp2 tp2 sp
 fp16 -> tp2 bf16
 """

@@ -622,8 +622,8 @@ BESIDE = """
 --context-parallel-size --ds-sequence-parallel-size => --attention-dropout 0
 --hierarchical-context-parallel-sizes => --attention-dropout 0 --context-parallel-size 4 --cp-comm-type a2a+p2p
 --tp-comm-overlap-chunks => --tensor-model-parallel-size 2 --tp-comm-overlap
---enable-zbh1-pipeline --pipeline-schedule --pipeline-parallel-schedule --num-layers-per-virtual-pipeline-stage --pipeline-layout => \
-    --pipeline-model-parallel-size 2
+--enable-zbh1-pipeline --pipeline-schedule --pipeline-parallel-schedule --num-layers-per-virtual-pipeline-stage \
+    --pipeline-layout => --pipeline-model-parallel-size 2
 --encoder-seq-length => --seq-length -
 --encoder-num-layers => --num-layers -
 --activations-checkpoint-num-layers --recompute-method => --recompute-granularity full

@@ -55,7 +55,7 @@ IN_BLOCKS = dict(fused=True, **BLOCKED, **DROPOUT)
 CASES = [
     layout(micro_batch_size=2, recompute=CHEAP, **IN_BLOCKS),
     layout(pp=2),
-    layout(pp=2, schedule="zb-h1", **IN_BLOCKS),
+    layout(pp=2, schedule="v-half", **IN_BLOCKS),
 ]
 CAMPAIGN = [
     layout(tp=2, sp=True, bf16=True, fused=True, **UNFUSED, **DROPOUT),
@@ -77,6 +77,8 @@ CAMPAIGN = [
     layout(tp=2, sp=True, dp=2, bf16=True, **LLAMA),
     layout(tp=2, pp=2, schedule="interleaved", recompute=SELECTIVE, **IN_BLOCKS),
     layout(pp=2, dp=2, schedule="zb-h1", recompute=CHEAP),
+    layout(pp=2, schedule="zb-h1", **IN_BLOCKS),
+    layout(pp=2, schedule="dualpipev", bf16=True),
     layout(pp=4, schedule="interleaved"),
 ]
 

@@ -180,9 +180,12 @@ def bubbles(lanes: Sequence[Sequence[Activity]], executor: Executor) -> tuple[fl
     lengths = [(one.what.op, one.end - one.start) for lane in lanes for one in lane]
     span_s = max(lane[-1].end for lane in lanes) - min(lane[0].start for lane in lanes)
     stages = len(lanes) * executor.num_chunks
+    backward = (
+        Op.BACKWARD_INPUT if any(op is Op.BACKWARD_INPUT for op, _ in lengths) else Op.BACKWARD
+    )
     times = (
-        (fmean([length for op, length in lengths if op in ops] or [0.0]),) * stages
-        for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT), (Op.BACKWARD_WEIGHT,))
+        (fmean([length for op, length in lengths if op is kind] or [0.0]),) * stages
+        for kind in (Op.FORWARD, backward, Op.BACKWARD_WEIGHT)
     )
     planned = Pipeline(
         executor.schedule,

@@ -23,10 +23,13 @@ from megatron.errors import ConfigError
 from megatron.layers.cache import KeyValueCache
 from megatron.layers.context import LayerContext
 from megatron.model.gpt import hidden_state
+from megatron.model.stages import stage_owners
 from megatron.parallel import collectives
 from megatron.parallel.keyed_random import mix
 from megatron.parallel.topology import Topology
+from megatron.pipeline import orders
 from megatron.pipeline.executor import Executor
+from megatron.pipeline.orders import AnyOrder
 
 Ids = Sequence[int]
 OnText = Callable[[int, str, bool], object]
@@ -367,8 +370,11 @@ def forward_passes(
     def shape(batch: MicroBatch) -> tuple[int, ...]:
         return batch.tokens.shape[1] // ranks, len(batch.tokens), config.model.hidden_size
 
-    # without backward passes every schedule equals one of these two
-    schedule = "1f1b" if config.parallel.num_chunks == 1 else "interleaved"
+    # without backward passes every schedule equals one of these two, unless it places the stages
+    chunks = config.parallel.num_chunks
+    schedule: AnyOrder = "1f1b" if chunks == 1 else "interleaved"
+    if stage_owners(config) != orders.stage_owners(schedule, model.topology.pipeline.size, chunks):
+        schedule = config.schedule
     return Executor(model.topology, stages, schedule, (shape, hidden_state(config)[1]))
 
 
