@@ -62,7 +62,9 @@ class Sharding:
     base_shape       global shape in the base model of muP; None without muP
     fp32             whether forward and backward passes use it in fp32 even if other weights are
                      16-bit
-    experts          whether expert-parallel ranks hold different slices of dimension 0
+    experts          whether expert-parallel ranks hold different slices of dimension 0; then the
+                     ranks that divide each expert take the place of the tensor ranks above
+                     (Topology.tensor_of)
     """
 
     name: str
