@@ -30,6 +30,8 @@ from megatron.errors import ConfigError
 from megatron.planner.cluster import GIB, Cluster, known_clusters, load_cluster
 from megatron.planner.layout import Restrictions, narrowed, parse_layout, write_value
 from megatron.planner.memory import HEADROOM
+from megatron.planner.placement import DISPATCHES
+from megatron.planner.rates import rates_of
 from megatron.planner.search import output
 from megatron.planner.search.find import (
     LayoutSearch,
@@ -42,7 +44,6 @@ from megatron.planner.search.output import ChosenLayout, chosen_layout
 from megatron.planner.search.space import LayoutSpace, make_config, usable_bytes
 from megatron.planner.table import Table
 from megatron.planner.timing import explain
-from megatron.planner.timing.passes import rates_of
 from megatron.training.run.process import as_tool
 from megatron_preparation.progress import ByteProgress
 
@@ -61,6 +62,7 @@ A LAYOUT is a list such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective. Names 
                  state: a number, node, world
   offload        optimizer state in host memory: on, off
   recompute      none, selective[:MODULE+MODULE], full[:uniform|block[:LAYERS]]
+  epn            ranks of an expert-parallel group on each node, to which tokens go over the node; 1: directly
   order          rank order
   devices        device order within a node: 0-1-6-7-2-3-4-5
 
@@ -275,9 +277,10 @@ def make_search(args: argparse.Namespace, flags: Sequence[str]) -> LayoutSearch:
         if name in restrictions or name in more:
             raise ConfigError(f"--fix and --allow do not accept {name}=...: use {flag}")
     for name, values in more.items():
-        if name in restrictions or name == "devices":
+        defaults: Restrictions = {"devices": cluster.device_orders, "epn": DISPATCHES}
+        if name in restrictions or name in defaults:
             restrictions[name] = tuple(
-                dict.fromkeys((*restrictions.get(name, cluster.device_orders), *values))
+                dict.fromkeys((*restrictions.get(name, defaults.get(name, ())), *values))
             )
     check_device_orders(restrictions, cluster)
     _check_host(restrictions, more, cluster=cluster)

@@ -62,9 +62,11 @@ class ParallelConfig:
         None,
         "Number of ranks of an expert-parallel group on each node. A token is sent once to each "
         "node that has any of its experts, and from there to their ranks. 1: directly to their "
-        "ranks.",
+        "ranks. auto: the faster of both on --cluster.",
         PROCESSES,
-        derived="the number on the launcher's nodes, or 1 if nodes divide the groups unevenly",
+        value_names={"auto": None},
+        derived="the faster of both with --cluster, else the number on the launcher's nodes, or 1 "
+        "if nodes divide the groups unevenly",
     )
     expert_tensor_parallel_size: int = option(
         None,

@@ -36,7 +36,7 @@ from megatron.jobs.space import (
 from megatron.planner.cluster import CLUSTERS, GIB, Cluster
 from megatron.planner.layout import candidate_of, write_value
 from megatron.planner.memory import peak_rank
-from megatron.planner.placement import with_shards_of_node
+from megatron.planner.placement import chosen_dispatch, with_shards_of_node
 from megatron.planner.search.find import worthwhile_placements
 from megatron.planner.search.output import first_problem
 from megatron.planner.search.space import Rejections
@@ -405,16 +405,18 @@ def _fit(
             for name, explicit in (("order", layout.rank_order), ("devices", layout.device_order))
             if explicit
         }
-        step_s, order, devices = min(
+        step_s, order, devices, dispatch = min(
             (
                 estimate(config, cluster, placement).seconds,
                 placement.layout.order,
                 placement.device_order,
+                chosen_dispatch(config, placement) or 0,
             )
             for placement in worthwhile_placements(config, cluster, restrictions)
         )
         words += ["--rank-order", order] if not layout.rank_order and layout.world > 1 else []
         words += flags_of("devices", devices) if not layout.device_order and ordered else []
+        words += flags_of("epn", dispatch) if dispatch else []
     if ordered:
         # its name if it ships with the package, otherwise the absolute path of its file
         path = Path(cluster.path)

@@ -28,7 +28,7 @@ from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.layout import candidate_of
 from megatron.planner.memory import host_bytes, memory_of_ranks, process_bytes
 from megatron.planner.placement import with_shards_of_node
-from megatron.planner.timing import estimate
+from megatron.planner.timing import dispatch_choice, estimate
 from megatron.planner.trace import GPT2_VOCABULARY
 from megatron.training.run.process import EXIT_USER_ERROR
 from megatron.training.run.schedules import (
@@ -609,6 +609,10 @@ def check_cost(job: CheckedJob, config: Config) -> None:
         f"{seconds / 86400:,.2f} days and {hours:,.0f} node-hours{jobs}: iterations {start:,} to "
         f"{end:,} of {step.seconds:.3g} s (predicted), without starts, saves and the queue"
     )
+    if (dispatch := dispatch_choice(step)) is not None:
+        job.known["dispatch"] = dispatch.words
+        if dispatch.other_s < dispatch.seconds:
+            job.warn("dispatch", dispatch.words)
     if seconds > 30 * 86400:
         text = f"the run takes {seconds / 86400:,.0f} days on {job.nodes} node(s)"
         job.warn("cost", f"{text}: shorten it (--train-tokens, --train-iters), or use more nodes")

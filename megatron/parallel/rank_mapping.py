@@ -40,19 +40,23 @@ class RankMapping:
     local_order      local rank i runs next to device local_order[i]; empty: next to device i
     cores_of_device  first and last core next to each device; empty: unknown
     rank_order       order of the mesh dimensions (Layout.order), compared over all processes
+    expert_ranks_per_node  see LayoutSizes, compared as well; None: that of the configuration
     """
 
     device_order: tuple[int, ...] = ()
     local_order: tuple[int, ...] = ()
     cores_of_device: tuple[tuple[int, int], ...] = ()
     rank_order: str = "tp-dp-pp"
+    expert_ranks_per_node: int | None = None
 
     @property
     def agreed(self) -> str:
         """The part that must be the same in all processes of a job, as text."""
+        each = self.expert_ranks_per_node
         return (
             f"rank order {self.rank_order}, device order "
             f"{_listed(self.device_order) or 'as launched'}"
+            + (f", expert ranks per node {each}" if each is not None else "")
         )
 
 

@@ -36,6 +36,7 @@ class CandidateLayout(NamedTuple):
     offload         whether the optimizer's state is in host memory
     recompute       none, selective:MODULE+MODULE, full:uniform:LAYERS or full:block:LAYERS
     rank_order, device_order   "" and (): chosen for the machine
+    epn             --expert-ranks-per-node; 0: chosen for the machine
     """
 
     world: int
@@ -57,6 +58,7 @@ class CandidateLayout(NamedTuple):
     shard: int = 0
     states: int = 0
     offload: bool = False
+    epn: int = 0
 
     @property
     def sizes(self) -> CandidateLayout:
@@ -88,6 +90,7 @@ class CandidateLayout(NamedTuple):
             "pipeline_schedule": self.schedule if self.pp > 1 else None,
             "rank_order": self.rank_order or None,
             "device_order": self.device_order or None,
+            "expert_ranks_per_node": self.epn or None,
             **recompute_settings(self.recompute),
         }
 
@@ -95,7 +98,7 @@ class CandidateLayout(NamedTuple):
         """Return the notation that `parse_layout` reads, for nodes with this many devices.
 
         Dimensions without effect are left out, and so are orders that are not chosen, and shard,
-        states and offload at their defaults.
+        states, offload and epn at their defaults.
         """
         values = {d.name: d.value(self, per_node) for d in DIMENSIONS if self.has_choice(d.name)}
         return ",".join(
@@ -115,6 +118,7 @@ class CandidateLayout(NamedTuple):
             "cp": self.cp,
             "ep": self.ep,
             "etp": 2 if self.etp not in (0, self.tp) else 1,
+            "epn": self.ep,
             **dict.fromkeys(("shard", "states"), self.gradient_ranks if self.zero else 1),
         }
         return ranks.get(name, 2) > 1
@@ -135,6 +139,7 @@ def candidate_of(config: Config) -> CandidateLayout:
         etp=parallel.expert_tensor_parallel_size if parallel.folded else 0,
         rank_order=parallel.rank_order or "",
         device_order=tuple(parallel.device_order or ()),
+        epn=parallel.expert_ranks_per_node or 0,
         chunks=parallel.num_chunks,
         schedule=config.schedule_name,
         recompute=recompute,
@@ -218,7 +223,7 @@ _RANKS: tuple[Mapping[str, Value], str, str] = (
     "node, world or a positive integer of at most nine digits",
     r"node|world|0*[1-9]\d{,8}",
 )
-_OFF_BY_DEFAULT = ("shard", "states", "offload")
+_OFF_BY_DEFAULT = ("shard", "states", "offload", "epn")
 _SWITCH = {"on": True, "off": False}
 _ONE = f"(?:{'|'.join(MODULES)})"
 _RECOMPUTE = rf"none|selective(:{_ONE}(\+{_ONE})*)?|full(:(uniform|block)(:[1-9]\d{{,8}})?)?"
@@ -247,6 +252,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
         words=f"none, selective[:MODULE+MODULE] of {', '.join(MODULES)}, or "
         "full[:uniform|block[:LAYERS]]",
     ),
+    Dimension("epn", "epn", "expert_ranks_per_node"),
     Dimension("order", "rank_order", "rank_order", {name: name for name in RANK_ORDERS}),
     Dimension(
         "devices",

@@ -4,14 +4,18 @@ A node's ranks are numbered along `device_order`; the layout's order defines whi
 dimension varies fastest over the ranks. Together they give every rank its node, device and position
 in the layout. Both are chosen to minimize the seconds of the layers' messages and then of all
 messages of a step (PlacementCost.order), without any overlap: an upper bound (channels.py).
-Candidates are the six orders of dimensions and the device orders in the machine's description.
+Candidates are the six orders of dimensions, the device orders in the machine's description, and,
+for experts on several nodes, messages over the nodes or directly to ranks (DISPATCHES), which
+also differ in computation.
 Frontier's device orders are the best of all 40,320 for the layouts in tests/planner.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -27,8 +31,9 @@ from megatron.planner.channels import OF_PASSES, Channels
 from megatron.planner.channels import Placement as Placement
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.compute import PUBLISHED
-from megatron.planner.events import GroupMessage, Trace
+from megatron.planner.events import GroupMessage, Pass, Trace
 from megatron.planner.node_links import ESTIMATED
+from megatron.planner.rates import rates_of, seconds_of
 from megatron.planner.stage import (
     messages_in_passes,
     plan_in_passes,
@@ -182,12 +187,68 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
 # -- which placement -------------------------------------------------------------------------------
 
 
+DISPATCHES = (0, 1)
+"""Values to try for --expert-ranks-per-node; 0: the number of ranks on a node."""
+
+
+def placements_of(
+    config: Config,
+    cluster: Cluster,
+    rank_order: str,
+    device_order: tuple[int, ...],
+    dispatches: Sequence[int] = DISPATCHES,
+) -> list[Placement]:
+    """Return the placements with these orders that differ in where tokens are sent.
+
+    --expert-ranks-per-node leaves one. Raises ConfigError like placement_of.
+    """
+    if dispatch_given(config):
+        return [placement_of(config, cluster, rank_order, device_order)]
+    placements = (
+        placement_of(with_dispatch(config, each), cluster, rank_order, device_order)
+        for each in dispatches
+    )
+    return list(dict.fromkeys(placements))
+
+
+def dispatch_given(config: Config) -> bool:
+    """Return whether --expert-ranks-per-node is given, or has no effect."""
+    parallel = config.parallel
+    return parallel.expert_ranks_per_node is not None or parallel.expert_model_parallel_size == 1
+
+
+def with_dispatch(config: Config, each: int) -> Config:
+    """Return the configuration with --expert-ranks-per-node `each`; 0: auto."""
+    return replace(config, parallel=replace(config.parallel, expert_ranks_per_node=each or None))
+
+
+def chosen_dispatch(config: Config, placement: Placement) -> int | None:
+    """Return the --expert-ranks-per-node of a placement; None if it is given or nodes decide it."""
+    orders = placement.layout.order, placement.device_order
+    if dispatch_given(config) or len(placements_of(config, placement.cluster, *orders)) == 1:
+        return None
+    return placement.layout.expert_node
+
+
+def other_dispatch(config: Config, placement: Placement) -> Placement | None:
+    """Return the placement with tokens sent the other way, over nodes or directly; None: no other.
+
+    Whether --expert-ranks-per-node is given does not matter.
+    """
+    each = 0 if placement.layout.expert_node == 1 else 1
+    orders = placement.layout.order, placement.device_order
+    other = placement_of(with_dispatch(config, each), placement.cluster, *orders)
+    return None if other.layout == placement.layout else other
+
+
 def choose_placement(config: Config, cluster: Cluster) -> Placement:
     """Find the cheapest placement (PlacementCost.order) that --rank-order and --device-order allow.
 
-    Ties go to the default rank order and the device order that the machine's description lists
-    first. On part of a node --device-order is ignored: ranks are assumed to be on the devices
-    closest to their cores.
+    Tokens are sent to the nodes of their experts or directly to ranks, whichever makes messages and
+    computations of a step faster, unless --expert-ranks-per-node is given. Ties go to nodes, to the
+    default rank order, and to the device order that the machine's description lists first. On part
+    of a node --device-order is ignored: ranks are assumed to be on the devices closest to their
+    cores.
 
     Raises ConfigError for a world size that neither fits on one node nor fills whole nodes, for
     more nodes than the machine has, and for a device order that is not a permutation of a node's
@@ -206,22 +267,56 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
     problems = list[ConfigError]()
     for order in rank_orders:
         try:
-            placements += [placement_of(config, cluster, order, each) for each in device_orders]
+            for each in device_orders:
+                placements += placements_of(config, cluster, order, each)
         except ConfigError as error:  # --zero-shard-size node needs an order with groups in a node
             problems.append(error)
     if not placements:
         raise problems[0]
+    ways = {placement.layout.expert_node for placement in placements}
     # By the sizes within a node, which depend on the rank order.
-    sent: dict[tuple[int, int, int], StepMessages] = {}
+    known: dict[tuple[int, int, int], tuple[StepMessages, float]] = {}
 
     def cost(placement: Placement) -> tuple[float, float]:
         layout = placement.layout
         key = layout.expert_node, layout.shard, layout.states
-        if key not in sent:
-            sent[key] = step_messages(over_nodes(config, layout), cluster.device_type)
-        return _cost(config, placement, sent[key]).order
+        if key not in known:
+            sized = over_nodes(config, layout)
+            computed = _computing_seconds(sized, cluster) if len(ways) > 1 else 0.0
+            known[key] = step_messages(sized, cluster.device_type), computed
+        sent, computed = known[key]
+        layers, total = _cost(config, placement, sent).order
+        return layers + computed, total + computed
 
     return min(placements, key=cost)
+
+
+def _computing_seconds(config: Config, cluster: Cluster) -> float:
+    """Return the seconds of a step's computations on the busiest rank, which dispatches affect.
+
+    0 if the machine's file has no rates for the dtype: then messages alone decide.
+    """
+    try:
+        rates = rates_of(cluster, config.precision.dtype_name)
+    except ConfigError:
+        return 0.0
+    traced = trace(config, cluster.device_type)
+
+    @functools.cache
+    def seconds(of: Pass) -> float:
+        return sum(seconds_of(operation, rates) for operation in of.computations())
+
+    stages = [
+        sum(
+            run.times * seconds(run.of)
+            for runs in stage_passes(traced, stage).values()
+            for run in runs
+        )
+        for stage in stages_of(config)
+    ]
+    size = config.parallel.pipeline_model_parallel_size
+    busiest = max(sum(stages[rank::size]) for rank in range(size))
+    return float(f"{config.num_micro_batches() * busiest:.9g}")
 
 
 def naive_placement(config: Config, cluster: Cluster) -> Placement:
@@ -338,7 +433,8 @@ def plan_ranks(config: Config, launch: Launch) -> RankPlan:
         )
         return RankPlan(RankMapping(parallel.device_order or (), *known, order), lambda: [notice])
     chosen = choose_placement(config, cluster)
-    mapping = RankMapping(chosen.chosen_devices, *known, chosen.layout.order)
+    dispatch = chosen_dispatch(config, chosen)
+    mapping = RankMapping(chosen.chosen_devices, *known, chosen.layout.order, dispatch)
     return RankPlan(mapping, lambda: render_placement(config, chosen).splitlines())
 
 
@@ -368,6 +464,7 @@ def render_placement(config: Config, placement: Placement, width: int = 100) -> 
     rows.append(
         ("all", "nothing hidden", "", "", f"{cost.seconds:.3g}", f"{other.seconds:.3g}", "")
     )
+    directly = chosen_dispatch(config, placement) == 1
     table = Table("", ("direction", "messages", "GB", "GB/s", "s", "naive s", "limited by"), rows)
     nodes = -(-layout.world_size // len(placement.device_order))
     return "\n".join(
@@ -375,6 +472,8 @@ def render_placement(config: Config, placement: Placement, width: int = 100) -> 
             f"placement on {placement.cluster.name}: {layout.world_size} ranks on {nodes} "
             f"node{'s' * (nodes > 1)} = {layout}",
             f"{_orders(placement)} (naive: {_orders(naive)})",
+            *["tokens are sent directly to the ranks of their experts: over nodes costs more"]
+            * directly,
             table.text(width),
         ]
     )

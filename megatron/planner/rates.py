@@ -37,7 +37,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from megatron.errors import ConfigError
-from megatron.kernels.cost import Attention
+from megatron.kernels.cost import Attention, Computation, Product
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import Figure, FigureReader
 
@@ -101,6 +101,25 @@ class DeviceRates(FigureReader):
     def update_s(self, elements: float, bytes_per_element: float) -> float:
         """Return the seconds of the optimizer's update; bytes include both reads and writes."""
         return elements * bytes_per_element / (self.take("update_gb_per_s").value * 1e9)
+
+
+@functools.lru_cache(maxsize=64)
+def rates_of(cluster: Cluster, dtype_name: str) -> DeviceRates:
+    """Return the rates for a machine and dtype, always as the same object, a key of caches."""
+    return DeviceRates(cluster, dtype_name)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def seconds_of(operation: Computation, rates: DeviceRates) -> float:
+    """Return the seconds of a computation on a device."""
+    if isinstance(operation, Product):
+        if not operation.flops:  # an expert without rows
+            return 0.0
+        moved = rates.memory_s(operation.moved, 0) if operation.moved else 0.0
+        return max(rates.product_s(*operation[:4]), moved)
+    if isinstance(operation, Attention):
+        return rates.attention_s(operation)
+    return rates.memory_s(*operation)
 
 
 def causal_pairs(seq: int, keys: int | None) -> float:

@@ -15,7 +15,7 @@ from megatron.metrics_file import read_records
 from megatron.parallel import collectives
 from megatron.parallel.collectives import split_first
 from tests.helpers.groups import join
-from tests.helpers.launching import TINY, launch
+from tests.helpers.launching import ROOT, TINY, launch
 from tests.helpers.processes import run_processes
 
 S = 6
@@ -144,13 +144,21 @@ def name_node(name):
 
 
 @pytest.mark.slow
-def test_tokens_go_over_the_nodes_that_a_run_is_on(tmp_path):
-    """The launcher's processes are on two nodes. Losses: tests/parity."""
+@pytest.mark.parametrize(("machine", "each"), [("none", 2), ("two.toml", None)])
+def test_tokens_go_over_the_nodes_that_a_run_is_on(tmp_path, machine, each):
+    """The launcher's processes are on two nodes. Losses: tests/parity.
+
+    On a machine that is known, a few tokens go directly to ranks.
+    """
     file = tmp_path / "metrics.jsonl"
+    if machine != "none":
+        text = (ROOT / "examples" / "local" / "two-cores.toml").read_text()
+        (tmp_path / machine).write_text(text.replace("nodes = 1\n", "nodes = 2\n"))
+        machine = str(tmp_path / machine)
     flags = "--num-experts 4 --expert-model-parallel-size 4 --disable-bias-linear --train-iters 1"
-    arguments = [*TINY, *flags.split(), "--metrics-file", str(file)]
+    arguments = [*TINY, *flags.split(), "--metrics-file", str(file), "--cluster", machine]
     arm = {rank: (name_node, node) for rank, node in enumerate("aabb")}
     for done in launch(4, arguments, arm=arm):
         assert done is not None and done.code == 0, done
     (start,) = read_records(file, "start")
-    assert start["layout"]["expert_ranks_per_node"] == 2
+    assert start["layout"].get("expert_ranks_per_node") == each

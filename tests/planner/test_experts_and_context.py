@@ -6,8 +6,10 @@ from collections import Counter
 
 import pytest
 
+from megatron.config import command_line_of
 from megatron.errors import ConfigError
 from megatron.kernels.cost import Product
+from megatron.parallel.launch import Launch
 from megatron.parallel.layout import Layout, LayoutSizes
 from megatron.planner.channels import Channels
 from megatron.planner.cluster import load_cluster
@@ -17,12 +19,14 @@ from megatron.planner.placement import (
     choose_placement,
     naive_placement,
     placement_of,
+    plan_ranks,
     render_placement,
     step_messages,
 )
-from megatron.planner.search.space import LayoutSpace, Rejections
+from megatron.planner.search.find import LayoutSearch, search
+from megatron.planner.search.space import LayoutSpace, Rejections, make_config
 from megatron.planner.tensors import rows_to_ranks
-from megatron.planner.timing import estimate
+from megatron.planner.timing import dispatch_choice, estimate
 from megatron.planner.trace import trace
 from tests.planner.layouts import planned
 
@@ -33,6 +37,7 @@ FIELDS = (
     "--hidden-dropout 0 --world-size 16 --global-batch-size 32"
 )
 EXPERTS = "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 32"
+WIDE = "--hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --moe-router-topk 8"
 
 
 def made(*flags):
@@ -131,7 +136,7 @@ def test_messages_of_experts():
 def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly():
     """The order of ranks decides how many of a group are on a node; a flag comes first."""
     sizes = f"{EXPERTS} --num-experts 16 --expert-model-parallel-size 16"
-    step = estimate(made(sizes), FRONTIER)
+    step = estimate(made(sizes), FRONTIER, naive_placement(made(sizes), FRONTIER))
     assert step.placement.layout.expert_node == 8
     assert {m.group for m in step_messages(step.config, "cuda").collectives} >= {"expert_between"}
     flagged = naive_placement(made(f"{sizes} --expert-ranks-per-node 1"), FRONTIER)
@@ -139,12 +144,40 @@ def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly():
     pairs = made(f"{sizes} --expert-model-parallel-size 8 --tensor-model-parallel-size 2")
     for order, each in (("tp-dp-pp", 4), ("dp-tp-pp", 1)):
         assert placement_of(pairs, FRONTIER, order, tuple(range(8))).layout.expert_node == each
-    other = made(f"{sizes} --tensor-model-parallel-size 8 --world-size 128 --rank-order dp-tp-pp")
+    other = made(
+        f"{sizes} {WIDE} --tensor-model-parallel-size 8 --world-size 128 --rank-order dp-tp-pp"
+    )
     naive, placed = (method(other, FRONTIER) for method in (naive_placement, choose_placement))
     assert naive.layout.expert_node == 1 < placed.layout.expert_node
     assert "expert between" in render_placement(other, placed)
     uneven = LayoutSizes(expert_model_parallel_size=18, ranks_per_node=8)
     assert Layout.for_world(18, uneven).expert_node == 1
+
+
+@pytest.mark.parametrize(("model", "each"), [("", 1), (WIDE, 8)])
+def test_tokens_go_to_nodes_or_directly_whichever_is_predicted_to_be_faster(model, each):
+    """So a run on a known machine, an estimate and a search choose; each tells of the other way."""
+    model = f"{EXPERTS} --num-experts 16 {model}"
+    sizes = f"{model} --expert-model-parallel-size 16"
+    steps = {n: estimate(made(sizes, f"--expert-ranks-per-node {n}"), FRONTIER) for n in (1, 8)}
+    assert min(steps, key=lambda n: steps[n].seconds) == each
+    step = estimate(made(sizes), FRONTIER)
+    assert step.seconds == steps[each].seconds
+    chosen, against = (dispatch_choice(one) for one in (step, steps[9 - each]))
+    assert (chosen.seconds, chosen.other_s) == (steps[each].seconds, steps[9 - each].seconds)
+    assert (against.seconds, against.other_s) == (chosen.other_s, chosen.seconds)
+    flag = "--expert-ranks-per-node"
+    assert flag in against.words and flag not in chosen.words
+    plan = plan_ranks(made(sizes, "--cluster frontier"), Launch(world_size=16))
+    assert plan.mapping.expert_ranks_per_node == each
+    without = "--world-size --global-batch-size --micro-batch-size".split()
+    words = f"{FIELDS} {model}".split()
+    flags = [w for w, before in zip(words, ["", *words]) if not {w, before} & {*without}]
+    fixed = dict(gbs=(32,), tp=(1,), pp=(1,), ep=(16,), mbs=(2,), recompute=("none",), zero=(1,))
+    space = LayoutSpace(make_config(None, flags, 32), "", FRONTIER, (16,), fixed)
+    best = search(LayoutSearch(space, 57.6 * 2**30)).estimated[0].layout
+    assert best.epn == each and f"epn={each}" in space.write(best)
+    assert f"{flag}={each}" in " ".join(command_line_of(space.config(best)))
 
 
 @pytest.mark.parametrize("each", [1, 2])

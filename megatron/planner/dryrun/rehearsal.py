@@ -45,7 +45,7 @@ from megatron.planner.memory import (
 from megatron.planner.placement import choose_placement, layout_of, over_nodes
 from megatron.planner.stage import stages_on
 from megatron.planner.table import Table
-from megatron.planner.timing import estimate
+from megatron.planner.timing import dispatch_choice, estimate
 from megatron.training.run.schedules import Schedules, run_costs
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -388,10 +388,11 @@ def _costs(config: Config, cluster: Cluster | None) -> str:
     predicted = estimate(config, cluster)
     nodes = -(-config.parallel.world_size // cluster.devices_per_node)
     costs = run_costs(config, nodes).at(predicted.tokens_per_s)
+    choice = dispatch_choice(predicted)
     return (
         f"the whole run: {costs.size}; {costs.time} with steps of {predicted.seconds:.3g} s "
         "(predicted), without starts, evaluations and saves"
-    )
+    ) + ("" if choice is None else f"\n{choice.words}")
 
 
 def _heading(config: Config, cluster: Cluster | None) -> str:

@@ -33,7 +33,14 @@ from megatron.planner.memory import (
     peak_rank,
     state_bytes,
 )
-from megatron.planner.placement import Placement, check_device_order, layout_of, placement_of
+from megatron.planner.placement import (
+    DISPATCHES,
+    Placement,
+    check_device_order,
+    chosen_dispatch,
+    layout_of,
+    placements_of,
+)
 from megatron.planner.search.space import LayoutSpace, Rejections
 from megatron.planner.stage import elements_of_rank
 from megatron.planner.subprocesses import process_pool
@@ -48,7 +55,7 @@ _CLOSE = 1.01
 """A placement is estimated if its folded cost is at most this multiple of the lowest one."""
 _ROUND = 64
 """Layouts per batch of memory checks; fixed, so that results do not depend on --processes."""
-_PLACED = ("order", "devices")
+_PLACED = ("order", "devices", "epn")
 
 Choice = tuple[str, Value]
 
@@ -216,7 +223,9 @@ class LayoutSearch:
             )
             placement = fastest.placement
             placed = layout._replace(
-                rank_order=placement.layout.order, device_order=placement.chosen_devices
+                rank_order=placement.layout.order,
+                device_order=placement.chosen_devices,
+                epn=chosen_dispatch(config, placement) or layout.epn,
             )
             judged.append(Ranked(fastest.seconds / layout.batch, placed, memory))
         return judged
@@ -266,7 +275,7 @@ class LayoutSearch:
 
         Similar variants differ only in what they recompute.
         """
-        key = layout._replace(recompute="", rank_order="", device_order=())
+        key = layout._replace(recompute="", rank_order="", device_order=(), epn=0)
         if key not in self._known:
             self._known[key] = min(
                 self._channels(config),
@@ -278,7 +287,8 @@ class LayoutSearch:
         """Return the channels of the placements to estimate."""
         cluster = self.space.cluster
         devices = min(config.parallel.world_size, cluster.devices_per_node)
-        key = layout_of(config, devices=devices), wraps(config)
+        given = config.parallel.expert_ranks_per_node
+        key = layout_of(config, devices=devices), wraps(config), given
         if key not in self._known:
             self._known[key] = [
                 Channels(config, cluster, placement)
@@ -481,12 +491,12 @@ def check_device_orders(restrictions: Restrictions, cluster: Cluster) -> None:
 def worthwhile_placements(
     config: Config, cluster: Cluster, restrictions: Restrictions
 ) -> list[Placement]:
-    """List the placements with the allowed rank orders ("order") and device orders ("devices").
+    """List the placements with allowed rank orders ("order"), device orders ("devices") and "epn".
 
-    By default all rank orders and the machine's device orders are allowed. A placement is left out
-    if another one is at least as fast in every collective and over all stage boundaries; the cost
-    of a step is not computed. Raises ConfigError like check_device_orders, and if no allowed order is
-    possible, like placement_of.
+    By default all rank orders, the machine's device orders and DISPATCHES are allowed. A placement
+    is left out if another one with as many of an expert group's ranks on a node is at least as fast
+    in every collective and over all stage boundaries; the cost of a step is not computed. Raises
+    ConfigError like check_device_orders, and if no allowed order is possible, like placement_of.
     """
     check_device_orders(restrictions, cluster)
     parallel = config.parallel
@@ -503,23 +513,27 @@ def worthwhile_placements(
     device_orders = restrictions.get("devices") or cluster.device_orders
     if devices < cluster.devices_per_node:
         device_orders = (cluster.local_order[:devices],)
-    times: dict[tuple[float, ...], Placement] = {}
+    dispatches = restrictions.get("epn", DISPATCHES)
+    times: dict[tuple[int, tuple[float, ...]], Placement] = {}
     problems = list[ConfigError]()
     for order, device_order in itertools.product(different.values(), device_orders):
         try:
-            placement = placement_of(config, cluster, order, device_order)
+            placements = placements_of(config, cluster, order, device_order, dispatches)
         except ConfigError as error:  # --zero-shard-size node needs an order with groups in a node
             problems.append(error)
             continue
-        times.setdefault(_times(config, cluster, placement), placement)
+        for placement in placements:
+            key = placement.layout.expert_node, _times(config, cluster, placement)
+            times.setdefault(key, placement)
     if not times:
         raise problems[0]
     return [
         placement
-        for seconds, placement in times.items()
+        for (each, seconds), placement in times.items()
         if not any(
             other != seconds and all(a <= b for a, b in zip(other, seconds, strict=True))
-            for other in times
+            for like, other in times
+            if like == each
         )
     ]
 

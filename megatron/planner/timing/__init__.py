@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from megatron.planner.timing.estimate import COMPONENTS, Estimate, estimate, folded_seconds
+from megatron.planner.timing.estimate import (
+    COMPONENTS,
+    Estimate,
+    dispatch_choice,
+    estimate,
+    folded_seconds,
+)
 from megatron.planner.timing.explain import explain
 
-__all__ = ["COMPONENTS", "Estimate", "estimate", "explain", "folded_seconds"]
+__all__ = ["COMPONENTS", "Estimate", "dispatch_choice", "estimate", "explain", "folded_seconds"]

@@ -32,8 +32,14 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.compute import BASES, PUBLISHED, Confidence, Used
 from megatron.planner.events import GroupMessage, Pass, Trace
 from megatron.planner.memory import RankMemory, memory_of_ranks
-from megatron.planner.placement import Placement, choose_placement, over_nodes
-from megatron.planner.rates import DeviceRates
+from megatron.planner.placement import (
+    Placement,
+    choose_placement,
+    other_dispatch,
+    over_nodes,
+    with_dispatch,
+)
+from megatron.planner.rates import DeviceRates, rates_of, seconds_of
 from megatron.planner.stage import (
     StageWork,
     elements_of_rank,
@@ -48,8 +54,6 @@ from megatron.planner.stage import (
 from megatron.planner.timing.passes import (
     StageSeconds,
     crowding,
-    rates_of,
-    seconds_of,
     stage_seconds,
 )
 from megatron.planner.trace import trace
@@ -213,6 +217,42 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
         run,
         seconds,
     )
+
+
+class DispatchChoice(NamedTuple):
+    """Seconds of a step with tokens sent to experts as in an estimate, and the other way.
+
+    directly  whether the estimate sends them directly to ranks, not over nodes
+    """
+
+    directly: bool
+    seconds: float
+    other_s: float
+
+    @property
+    def words(self) -> str:
+        """Return the comparison, and the flag for the other way if that is faster."""
+        ways = "directly to ranks", "over nodes"
+        here, other = ways if self.directly else ways[::-1]
+        text = (
+            f"tokens go to experts {here}: {self.seconds:.4g} s a step (predicted); {other} "
+            f"{self.other_s:.4g} s"
+        )
+        if self.other_s >= self.seconds:
+            return text
+        flag = f"--expert-ranks-per-node {'auto' if self.directly else 1}"
+        return f"{text}, {1 - self.other_s / self.seconds:.1%} less: give {flag}"
+
+
+def dispatch_choice(predicted: Estimate) -> DispatchChoice | None:
+    """Compare both ways in which tokens may go to experts on other nodes; None: there is one."""
+    placement = predicted.placement
+    other = other_dispatch(predicted.config, placement)
+    if other is None:
+        return None
+    config = with_dispatch(predicted.config, 0)
+    seconds = estimate(config, predicted.cluster, other).seconds
+    return DispatchChoice(placement.layout.expert_node == 1, predicted.seconds, seconds)
 
 
 # -- passes ----------------------------------------------------------------------------------------

@@ -21,7 +21,13 @@ from megatron.model.stages import stages_of_rank
 from megatron.planner.cluster import GIB
 from megatron.planner.events import GroupMessage, Pass, Trace, TracedModule
 from megatron.planner.memory import host_bytes
-from megatron.planner.rates import BACKWARD_OPERATIONS, attention_operations, causal_pairs
+from megatron.planner.rates import (
+    BACKWARD_OPERATIONS,
+    attention_operations,
+    causal_pairs,
+    rates_of,
+    seconds_of,
+)
 from megatron.planner.stage import (
     StageWork,
     messages_in_passes,
@@ -32,7 +38,6 @@ from megatron.planner.stage import (
 )
 from megatron.planner.table import Table
 from megatron.planner.timing.estimate import Estimate, busiest_rank
-from megatron.planner.timing.passes import rates_of, seconds_of
 from megatron.planner.trace import LayerKind, kinds_of_layers, trace
 from megatron.planner.zero import messages_at_end
 

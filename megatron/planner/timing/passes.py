@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from megatron.config import Config
 from megatron.engine.zero_plan import BucketInstruction, BucketOp, ZeroPlan
-from megatron.kernels.cost import Attention, Computation, Product
 from megatron.planner.cluster import Cluster
 from megatron.planner.events import (
     Alloc,
@@ -26,29 +25,11 @@ from megatron.planner.events import (
     Trace,
     Wait,
 )
-from megatron.planner.rates import DeviceRates
+from megatron.planner.rates import DeviceRates, seconds_of
 from megatron.planner.stage import Sends, StageWork, ZeroStep, stage_passes, zero_steps
 
 MessageSeconds = Callable[[str, float, str], float]
 """Function from a message's kind, bytes and group to its seconds."""
-
-
-@functools.lru_cache(maxsize=64)
-def rates_of(cluster: Cluster, dtype_name: str) -> DeviceRates:
-    """Return the rates for a machine and dtype, always as the same object, a key of caches."""
-    return DeviceRates(cluster, dtype_name)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def seconds_of(operation: Computation, rates: DeviceRates) -> float:
-    if isinstance(operation, Product):
-        if not operation.flops:  # an expert without rows
-            return 0.0
-        moved = rates.memory_s(operation.moved, 0) if operation.moved else 0.0
-        return max(rates.product_s(*operation[:4]), moved)
-    if isinstance(operation, Attention):
-        return rates.attention_s(operation)
-    return rates.memory_s(*operation)
 
 
 def crowding(config: Config, cluster: Cluster) -> float:

@@ -138,7 +138,7 @@ def run_training(
                 *environment,
                 *host,
             ]
-        topology = connect_groups(config, rendezvous, timeout, ranks.mapping.rank_order)
+        topology = connect_groups(config, rendezvous, timeout, ranks.mapping)
         if claim is not None:
             decided_by_first(topology, partial(claim.take, partial(print, flush=True)))
         watchdog = build_watchdog(config, topology, rendezvous)
@@ -201,11 +201,14 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def connect_groups(
-    config: Config, rendezvous: Rendezvous, timeout: timedelta, rank_order: str
+    config: Config, rendezvous: Rendezvous, timeout: timedelta, mapping: RankMapping
 ) -> Topology:
     """Create the groups of the layout and use each once. Raises LaunchError."""
+    sizes = LayoutSizes.of(config, mapping.rank_order, rendezvous.ranks_per_node)
+    if mapping.expert_ranks_per_node is not None:
+        sizes = dataclasses.replace(sizes, expert_ranks_per_node=mapping.expert_ranks_per_node)
     topology = Topology.create(
-        sizes=LayoutSizes.of(config, rank_order, rendezvous.ranks_per_node),
+        sizes=sizes,
         device=rendezvous.device,
         timeout=timeout,
         tied_embeddings=not config.model.untie_embeddings_and_output_weights,

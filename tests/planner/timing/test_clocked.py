@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from megatron.kernels.cost import Product
 from megatron.planner.cluster import load_cluster
 from megatron.planner.events import GroupMessage, Pass, Post, Wait
+from megatron.planner.rates import rates_of, seconds_of
 from megatron.planner.stage import StageWork
-from megatron.planner.timing.passes import pass_seconds, rates_of, seconds_of, stage_seconds
+from megatron.planner.timing.passes import pass_seconds, stage_seconds
 from megatron.planner.trace import trace
 from tests.planner.timing.configs import run
 

@@ -12,9 +12,9 @@ from megatron.model import formulas
 from megatron.planner.channels import Channels
 from megatron.planner.cluster import load_cluster
 from megatron.planner.compute import Figure
+from megatron.planner.rates import rates_of
 from megatron.planner.timing import COMPONENTS, estimate, explain, folded_seconds
 from megatron.planner.timing.estimate import busiest_rank
-from megatron.planner.timing.passes import rates_of
 from tests.helpers.examples import examples
 from tests.planner.layouts import planned
 from tests.planner.timing.configs import configs, run

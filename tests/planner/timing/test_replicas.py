@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.clock import Pipeline, StageTimes, run_pipeline
 from megatron.planner.cluster import load_cluster
+from megatron.planner.rates import rates_of
 from megatron.planner.stage import parameters_of, plan_in_passes, stages_of
 from megatron.planner.timing.estimate import exchange
-from megatron.planner.timing.passes import PassSeconds, StageSeconds, rates_of, stage_seconds
+from megatron.planner.timing.passes import PassSeconds, StageSeconds, stage_seconds
 from megatron.planner.trace import trace
 from tests.planner.timing.configs import run
 
