@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         "mi250x": published.comparison_table("MI250X: other codes, on LUMI", on_lumi),
         "x-moe": published.comparison_table("Frontier: X-MoE, arXiv 2508.13337", on_xmoe),
         "x-moe-effects": published.effect_table(on_xmoe[2]),
+        "x-moe-dispatch": published.dispatch_table(frontier),
         "dgx-h100": published.comparison_table("DGX H100", on_h100),
         "dgx-h100-effects": published.effect_table(on_h100[0]),
     }

@@ -18,10 +18,10 @@ from megatron.model.formulas import paper_flops
 from megatron.planner.channels import Channels
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.error_bars import Spread, spread, with_factors
-from megatron.planner.placement import Placement, choose_placement
+from megatron.planner.placement import Placement, choose_placement, with_dispatch
 from megatron.planner.published import MODELS, SEQ_LENGTH, VOCABULARY, Published
 from megatron.planner.table import Table
-from megatron.planner.timing.estimate import estimate
+from megatron.planner.timing import dispatch_choice, estimate
 
 Seconds = Callable[[Sequence[str], Cluster], float]
 """Function that returns the seconds of a step, for a command line and a machine."""
@@ -188,6 +188,36 @@ def mi250x_comparisons() -> list[Comparison]:
 def xmoe_comparisons() -> list[Comparison]:
     """Return the throughput of models of experts on Frontier."""
     return [_of_run(run, "GCDs", "TFLOP/s per GCD", tflops) for run, tflops in XMOE_RUNS]
+
+
+def dispatch_table(cluster: Cluster) -> Table:
+    """Tabulate steps with tokens sent over nodes and directly to ranks, and which is chosen."""
+    runs = [
+        (run.name, run.argv()) for run, _ in XMOE_RUNS if run.devices > cluster.devices_per_node
+    ]
+    runs.append(("preset moe-55b", ["--preset", "moe-55b", "--world-size", "256"]))
+    rows = []
+    for name, argv in runs:
+        config = with_dispatch(parse_plan(argv), 0)
+        choice = dispatch_choice(estimate(config, cluster))
+        if choice is None:
+            continue
+        parallel = config.parallel
+        times = choice.seconds, choice.other_s
+        direct, over = times if choice.directly else times[::-1]
+        rows.append(
+            (
+                name,
+                f"TP {parallel.tensor_model_parallel_size}, EP "
+                f"{parallel.expert_model_parallel_size}, {parallel.world_size:,} GCDs",
+                f"{over:.2f} s",
+                f"{direct:.2f} s",
+                "directly" if choice.directly else "over nodes",
+                f"{1 - choice.seconds / choice.other_s:.1%}",
+            )
+        )
+    heads = ("model", "layout", "over nodes", "directly", "chosen", "saves")
+    return Table("Steps with tokens sent over nodes, and directly to ranks", heads, rows)
 
 
 def _of_run(run: PublishedRun, devices: str, unit: str, rate: float | None = None) -> Comparison:

@@ -231,17 +231,19 @@ def chosen_dispatch(config: Config, placement: Placement) -> int | None:
 
 
 def other_dispatch(config: Config, placement: Placement) -> Placement | None:
-    """Return the placement with tokens sent the other way, over nodes or directly; None: no other.
+    """Return the cheapest placement with tokens sent the other way, over nodes or directly to ranks.
 
-    Whether --expert-ranks-per-node is given does not matter.
+    None if nodes leave one way. Whether --expert-ranks-per-node is given does not matter.
     """
-    each = 0 if placement.layout.expert_node == 1 else 1
-    orders = placement.layout.order, placement.device_order
-    other = placement_of(with_dispatch(config, each), placement.cluster, *orders)
-    return None if other.layout == placement.layout else other
+    directly = placement.layout.expert_node == 1
+    tried = (0,) if directly else (1,)
+    other = choose_placement(with_dispatch(config, 0), placement.cluster, tried)
+    return None if directly == (other.layout.expert_node == 1) else other
 
 
-def choose_placement(config: Config, cluster: Cluster) -> Placement:
+def choose_placement(
+    config: Config, cluster: Cluster, dispatches: Sequence[int] = DISPATCHES
+) -> Placement:
     """Find the cheapest placement (PlacementCost.order) that --rank-order and --device-order allow.
 
     Tokens are sent to the nodes of their experts or directly to ranks, whichever makes messages and
@@ -268,7 +270,7 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
     for order in rank_orders:
         try:
             for each in device_orders:
-                placements += placements_of(config, cluster, order, each)
+                placements += placements_of(config, cluster, order, each, dispatches)
         except ConfigError as error:  # --zero-shard-size node needs an order with groups in a node
             problems.append(error)
     if not placements:

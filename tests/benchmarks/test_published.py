@@ -217,6 +217,12 @@ def test_the_page_has_these_predictions(machine_name, mark, comparisons):
         assert low <= float(row[3].split()[0]) <= high
 
 
+def test_the_page_has_the_times_of_both_ways_to_experts():
+    text = (ROOT / "docs/measured/published.md").read_text()
+    made = table.dispatch_table(load_cluster("frontier"))
+    assert rows_of(text, "x-moe-dispatch") == [list(row) for row in made.rows]
+
+
 def test_the_margins_that_are_told_are_those_of_the_table():
     """README and guides state the range of factors of MI250X predictions, by the runs' year."""
 

@@ -172,7 +172,9 @@ def test_tokens_go_to_nodes_or_directly_whichever_is_predicted_to_be_faster(mode
     assert plan.mapping.expert_ranks_per_node == each
     without = "--world-size --global-batch-size --micro-batch-size".split()
     words = f"{FIELDS} {model}".split()
-    flags = [w for w, before in zip(words, ["", *words]) if not {w, before} & {*without}]
+    flags = [
+        w for w, before in zip(words, ["", *words], strict=False) if not {w, before} & {*without}
+    ]
     fixed = dict(gbs=(32,), tp=(1,), pp=(1,), ep=(16,), mbs=(2,), recompute=("none",), zero=(1,))
     space = LayoutSpace(make_config(None, flags, 32), "", FRONTIER, (16,), fixed)
     best = search(LayoutSearch(space, 57.6 * 2**30)).estimated[0].layout
