@@ -151,7 +151,9 @@ def _fields(draw: random.Random) -> dict[str, Any]:
     modules = ["core_attn", "mlp_act", "layernorm"]
     if chance() < 0.3:
         experts = one_of((1, 2, 4))
+        each = one_of((1, 2, tensor))
         fields |= dict(num_experts=4, moe_router_topk=2, expert_model_parallel_size=experts)
+        fields |= dict(expert_tensor_parallel_size=each)
         modules += ["moe_act", "moe"]
     if pipeline > 1:
         fields |= one_of(
@@ -232,6 +234,14 @@ def _zero(name: str, processes: int, **fields: Any) -> MemoryRun:
 _B = dict(bf16=True)
 _SP = dict(sequence_parallel=True)
 _PP2 = dict(pipeline_model_parallel_size=2, global_batch_size=4)
+_FOLDED = dict(
+    tensor_model_parallel_size=2,
+    expert_model_parallel_size=4,
+    expert_tensor_parallel_size=1,
+    num_experts=8,
+    moe_router_topk=2,
+    global_batch_size=4,
+)
 RUNS = (
     MemoryRun("bf16", 1, {**_B}),
     MemoryRun("fp32", 1, {}),
@@ -246,6 +256,7 @@ RUNS = (
     MemoryRun("PP 2, zb-h1", 2, {**_B, **_PP2, "pipeline_schedule": "zb-h1"}),
     MemoryRun("PP 4", 4, {**_B, **_PP2, "pipeline_model_parallel_size": 4}),
     MemoryRun("TP 2, PP 2", 4, {**_B, **_PP2, "tensor_model_parallel_size": 2}),
+    MemoryRun("experts, EP 4 over TP 2, SP, and DP 2", 4, {**_B, **_FOLDED, **_SP}),
 )
 _GPT2 = {
     **SMALLER,

@@ -165,6 +165,11 @@ def _xmoe(
     return PublishedRun(name, devices, flags, seconds, _XMOE, unlike), tflops
 
 
+# "Sequence-sharded MoE blocks": with tensor parallelism but without
+# --enable-expert-tensor-parallelism, experts are not divided, their groups consist of neighbouring
+# ranks (deepspeed/utils/groups.py, _create_expert_and_data_parallel), and each tensor rank
+# dispatches its share of the tokens (deepspeed/moe/sharded_moe.py, drop_tokens).
+_SHARDED = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
 _SMALL = 28, 2048, 1408, 16, 2048
 _LARGE = 28, 7168, 2048, 128, 4096
 _SUPER = 61, 7168, 2560, 128, 4096
@@ -180,12 +185,8 @@ XMOE_RUNS: tuple[tuple[PublishedRun, float], ...] = (
         _LARGE,
         (256, 8, 64),
         (1, 1024),
-        "--tensor-model-parallel-size 2",
-        f"{_DROPS}; each tensor rank has half of the tokens",
+        _SHARDED,
     ),
-    # As in their runs, each token is sent from one rank. No layout of Large or Super fits in memory
-    # with these flags.
-    _xmoe("X-MoE Large, its messages", 256, 24.1, _LARGE, (256, 8, 64), (1, 1024)),
     _xmoe(
         "X-MoE Super, 545.4B",
         1024,
@@ -193,10 +194,9 @@ XMOE_RUNS: tuple[tuple[PublishedRun, float], ...] = (
         _SUPER,
         (256, 8, 256),
         (1, 1024),
-        "--tensor-model-parallel-size 2",
+        _SHARDED,
         f"{_DROPS}; layout not published but for the experts' 256 ranks",
     ),
-    _xmoe("X-MoE Super, its messages", 1024, 10.2, _SUPER, (256, 8, 256), (1, 1024)),
 )
 
 # -- MI250X, all on LUMI ---------------------------------------------------------------------------

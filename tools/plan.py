@@ -53,7 +53,8 @@ _WIDTH = 190  # columns that the table of layouts needs
 EPILOG = """\
 A LAYOUT is a list such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective. Names and values:
 
-  nodes, gbs (global batch), tp, pp, cp, ep, chunks, mbs (micro-batch)
+  nodes, gbs (global batch), tp, pp, cp, chunks, mbs (micro-batch)
+  ep, etp        expert-parallel size; number of ranks over which each expert is divided
   schedule       1f1b, interleaved, zb-h1, zb-v, v-half, v-min, dualpipev (only on request)
   sp             sequence parallelism: on, off
   overlap        of tensor-parallel messages: on, off

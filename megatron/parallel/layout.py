@@ -53,6 +53,16 @@ def line_of(rank: int, stride: int, size: int) -> range:
     return range(first, first + size * stride, stride)
 
 
+def _on_node(stride: int, length: int, ranks_per_node: int) -> int:
+    """Return how many neighbours of a line of `length` ranks each node has; 0: nodes differ."""
+    if length == 1 or stride >= ranks_per_node:
+        return 1
+    if ranks_per_node % (stride * length) == 0:
+        return length
+    whole = ranks_per_node % stride == 0 == stride * length % ranks_per_node
+    return ranks_per_node // stride if whole else 0
+
+
 @dataclass(frozen=True)
 class LayoutSizes:
     """Sizes that a job chooses for its layout; all fields but the last have the settings' names.
@@ -268,17 +278,12 @@ class Layout:
 
     def experts_on_node(self, ranks_per_node: int) -> int:
         """Return how many neighbours of an expert-parallel group each node has; 0: nodes differ."""
-        each = self.expert_tensor_size
-        data = self.data_on_node(ranks_per_node)
-        if each % self.tensor == 0:
-            data, rest = divmod(data, each // self.tensor)
-            return 0 if rest else data
-        tensor, rest = divmod(ranks_per_node, self.strides[0])
-        if rest:
-            return 0
-        neighbours = self.tensor * max(1, data) if tensor >= self.tensor else tensor
-        members, rest = divmod(neighbours, each)
-        return 0 if rest or (tensor < self.tensor and self.tensor % tensor) else members
+        group = self._stage_group("", self.expert_tensor_size, self.expert)
+        of_line = _on_node(group.stride, group.length, ranks_per_node)
+        if group.rows == 1:
+            return of_line
+        rows = _on_node(group.row_stride, group.rows, ranks_per_node)
+        return of_line * rows if of_line == group.length or rows == 1 else 0
 
     @property
     def shard_sizes(self) -> tuple[int, int]:

@@ -25,7 +25,7 @@ class CandidateLayout(NamedTuple):
     world           number of devices
     batch           samples per step
     tp, pp, cp, ep  tensor-, pipeline-, context- and expert-parallel size
-    etp             number of ranks over which each expert is divided; 0: tp
+    etp             number of ranks over which each expert is divided; 0: as many as tp
     chunks          chunks per pipeline rank
     schedule        one of SCHEDULES
     micro           samples per micro-batch
@@ -74,6 +74,11 @@ class CandidateLayout(NamedTuple):
     def replicas(self) -> int:
         return self.gradient_ranks // self.cp
 
+    @property
+    def expert_ranks(self) -> int:
+        """Number of devices of a stage that hold all experts of a layer once."""
+        return (self.etp or self.tp) * self.ep
+
     def settings(self, layers: int, stages: str | None = None) -> dict[str, Any]:
         """Return the arguments of Config.replace for a model with this many layers.
 
@@ -117,7 +122,7 @@ class CandidateLayout(NamedTuple):
             "zero": self.gradient_ranks,
             "cp": self.cp,
             "ep": self.ep,
-            "etp": 2 if self.etp not in (0, self.tp) else 1,
+            "etp": max(self.etp, self.tp if self.etp or self.ep > 1 else 1),
             "epn": self.ep,
             **dict.fromkeys(("shard", "states"), self.gradient_ranks if self.zero else 1),
         }
@@ -194,6 +199,8 @@ class Dimension(NamedTuple):
         """Return a layout's value in this dimension, for nodes with this many devices."""
         if self.field == "world":
             return -(-layout.world // per_node)
+        if self.field == "etp":
+            return layout.etp or layout.tp
         value: Value = getattr(layout, self.field)
         return value
 

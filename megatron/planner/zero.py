@@ -16,7 +16,8 @@ def messages_of(plan: ZeroPlan, instructions: Iterable[BucketInstruction]) -> li
     for op, number, _ in instructions:
         bucket = plan.buckets[number]
         sizes = zero.sizes_of(bucket.kind.experts)
-        dimension = "expert_data" if bucket.kind.experts else "data"
+        # if as many ranks share an expert as another parameter, they are the same ones
+        dimension = "data" if sizes == zero.sizes else "expert_data"
         ranks = {
             "inner": sizes.inner,
             "outer": sizes.states // sizes.inner,

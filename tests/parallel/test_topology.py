@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.config.parallel import RANK_ORDERS
@@ -117,6 +117,17 @@ def test_context_and_expert_ranks_divide_the_ranks_of_a_stage(layout):
         same_tensor = set(ranks[p, :, t].tolist())
         inputs = [rank for rank in topology.expert_tensor.ranks if rank in same_tensor]
         assert list(topology.expert_inputs.ranks) == inputs
+
+
+@given(EXPERT_LAYOUTS, st.integers(1, 12))
+def test_neighbours_of_an_expert_group_on_a_node(layout, on_node):
+    assume(layout.world_size % on_node == 0)
+    counts = set()
+    for rank in range(layout.world_size):
+        nodes = [member // on_node for member in layout.ranks("expert", rank)]
+        runs = [len([*run]) for _, run in itertools.groupby(nodes)]
+        counts.update(runs if len(runs) == len(set(nodes)) else [0])
+    assert layout.experts_on_node(on_node) == (counts.pop() if len(counts) == 1 else 0)
 
 
 @given(EXPERT_LAYOUTS)

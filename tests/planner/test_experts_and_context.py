@@ -36,6 +36,7 @@ FIELDS = (
     "--make-vocab-size-divisible-by 8 --micro-batch-size 2 --bf16 --attention-dropout 0 "
     "--hidden-dropout 0 --world-size 16 --global-batch-size 32"
 )
+TP4 = "--tensor-model-parallel-size 4 --expert-tensor-parallel-size 1"
 EXPERTS = "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 32"
 WIDE = "--hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --moe-router-topk 8"
 
@@ -72,6 +73,18 @@ def test_all_to_alls_by_hand():
         start + between + 0.5 / 5
     )
     assert both.lanes["expert_within"][:3] == (8, 1, 1)
+    # Experts over all ranks of a node, of which four are tensor-parallel, have its links; divided
+    # like attention they are on both nodes.
+    ranks = f"{EXPERTS} --tensor-model-parallel-size 4 --expert-tensor-parallel-size"
+    plain, folded, divided = (
+        channels_of(made(flags)).lanes["expert"]
+        for flags in (
+            f"{EXPERTS} --expert-model-parallel-size 8",
+            f"{ranks} 1 --expert-model-parallel-size 8",
+            f"{ranks} 4 --expert-model-parallel-size 4",
+        )
+    )
+    assert folded == plain and (folded.nodes, divided.nodes) == (1, 2)
     # Heads are exchanged by neighbours, and rings have one rank of each pair.
     sizes = "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2"
     mixed = channels_of(made(f"--cp-comm-type a2a+p2p {sizes}"))
@@ -131,6 +144,42 @@ def test_messages_of_experts():
     non_experts = parameters_of_rank(config, 0) - experts
     routers = 4 * 8 * 64  # weights of these in fp32
     assert sent[GroupMessage("all_gather", 2 * non_experts + 2 * routers, "data")] == 1
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("tp", "ep", "etp"), [(2, 4, 1), (4, 8, 1), (4, 2, 2), (4, 1, 1), (2, 2, 4), (1, 2, 2)]
+)
+def test_messages_of_experts_over_tensor_ranks(tp, ep, etp, sequence_parallel):
+    """Bytes are the least possible: one of a tensor-parallel group's ranks sends a token.
+
+    Ranks that divide an expert gather its tokens, and its results' gradients. Without sequence
+    parallelism, tensor-parallel ones have the tokens, and their results are summed with the rest.
+    """
+    flags = f"--tensor-model-parallel-size {tp} --expert-tensor-parallel-size {etp}"
+    flags += " --sequence-parallel" * sequence_parallel
+    layer = trace(made(EXPERTS, flags, f"--expert-model-parallel-size {ep}"), "cuda").layer
+    sent = Counter(m for of in (layer.forward, layer.backward) for m in of.messages())
+    h = 2 * 64
+    tokens = 2 * 64 * etp // tp
+    pairs = rows_to_ranks(tokens, 3, ep, 8 // ep)
+    expected = Counter()
+    if ep > 1:
+        choices = 3 * (4 + 4)  # weight and expert of each
+        counts = 8 + ep  # of the rows for each expert and each rank
+        for n_bytes, count in ((h * pairs, 4), (choices * pairs, 1), (choices // 2 * pairs, 1)):
+            expected["all_to_all", n_bytes, "expert"] += count
+        expected["all_to_all", 8 * counts, "expert"] += 1
+    group = "expert_tensor" if sequence_parallel and tp > 1 else "expert_inputs"
+    if etp > 1 and not (group == "expert_inputs" and etp <= tp):
+        for kind in ("all_gather", "reduce_scatter"):
+            expected[kind, h * tokens, group] += 2
+    if etp > tp:  # weights, with their gradients, and experts of each choice
+        of_choices = 2 * 64 * 3 * etp // tp
+        for kind, size in (("all_gather", 4), ("all_gather", 8), ("reduce_scatter", 4)):
+            expected[kind, size * of_choices, "expert_inputs"] += 1
+    actual = {tuple(m): count for m, count in sent.items() if m.group.startswith("expert")}
+    assert actual == dict(expected)
 
 
 def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly():
@@ -211,8 +260,10 @@ def test_the_shared_expert_is_computed_while_tokens_are_under_way(each):
         "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
         f"--expert-model-parallel-size 4 {EXPERTS}",
         f"--expert-model-parallel-size 2 --context-parallel-size 4 {EXPERTS}",
+        f"--expert-model-parallel-size 8 {TP4} --sequence-parallel {EXPERTS}",
+        f"--expert-model-parallel-size 2 --expert-tensor-parallel-size 2 {EXPERTS}",
     ],
-    ids=["ring", "exchange", "both", "ring, TP", "experts", "experts, ring"],
+    ids=["ring", "exchange", "both", "ring, TP", "experts", "experts, ring", "folded", "divided"],
 )
 def test_a_step_is_the_same_work_on_any_layout(flags):
     alone = EXPERTS if EXPERTS in flags else ""
@@ -235,18 +286,25 @@ def test_a_ring_is_hidden_by_attention():
 
 
 def test_the_search_divides_experts_and_long_sequences():
-    def sizes(flags, **choices):
+    def sizes(flags, tp=1, **choices):
         config = made("--world-size 1 --global-batch-size 32", flags)
-        fixed = dict(gbs=(32,), tp=(1,), pp=(1,))
+        fixed = dict(gbs=(32,), tp=(tp,), pp=(1,))
         space = LayoutSpace(config, "m", FRONTIER, (16,), fixed | choices)
         valid = set()
         for layout in space.sizes(Rejections()):
             with contextlib.suppress(ConfigError):
                 space.config(layout)
-                valid.add((layout.cp, layout.ep))
+                valid.add((layout.ep, layout.etp) if tp > 1 else (layout.cp, layout.ep))
         return valid
 
     assert sizes("") == {(1, 1)}
     assert sizes(EXPERTS) == {(1, 1), (1, 2), (1, 4), (1, 8)}
+    assert sizes("", tp=4) == {(1, 0)}
+    # Divided experts of groups on 8 ranks would only send more than undivided ones.
+    undivided = {(1, 1), (2, 1), (4, 1), (8, 1)}
+    assert sizes(EXPERTS, tp=4) == undivided | {(1, 0), (4, 0)}
+    assert sizes(EXPERTS, tp=4, etp=(2, 4)) == {(n, etp) for n in (1, 2, 4) for etp in (2, 0)} | {
+        (8, 2)
+    }
     assert sizes("", cp=(1, 2, 4)) == {(1, 1), (2, 1), (4, 1)}
     assert sizes(f"--seq-length {2**16}") == {(2**k, 1) for k in range(5)}

@@ -22,6 +22,12 @@ def test_what_is_written_is_read():
     }
 
 
+def test_the_ranks_of_an_expert_are_written_if_there_is_a_choice():
+    for etp, ep, written in ((1, 8, "ep=8,etp=1,"), (0, 8, "ep=8,etp=4,"), (0, 1, "")):
+        text = CandidateLayout(64, 32, 4, 4, ep=ep, etp=etp).write(8)
+        assert f"pp=4,{written}chunks" in text
+
+
 def test_the_short_form():
     parsed = parse_layout("tp=4,pp=16,chunks=2,mbs=1,recompute=selective", "--layout")
     assert parsed == dict(tp=(4,), pp=(16,), chunks=(2,), mbs=(1,), recompute=("selective",))
@@ -66,10 +72,11 @@ def test_narrowing():
     [
         CandidateLayout(64, 32, 4, 4, 1, "zb-h1", 1, True, False, 0, "full:block:2"),
         CandidateLayout(8, 8),
+        CandidateLayout(64, 32, 4, 4, ep=8, etp=1),
         WHOLE._replace(world=64, batch=32, tp=2, pp=4, chunks=3, device_order=(1, 0)),
     ],
 )
 def test_a_configuration_has_the_layout_that_it_was_given(layout):
     sizes = "--num-layers 24 --hidden-size 256 --num-attention-heads 8 --seq-length 128"
-    plain = planned(sizes, "--vocab-size 512 --bf16")
+    plain = planned(sizes, "--vocab-size 512 --bf16 --num-experts 8 --moe-router-topk 2")
     assert candidate_of(plain.replace(**layout.settings(24))) == layout

@@ -18,8 +18,11 @@ OVER_NODES = dict(
     world_size=16,
     num_experts=8,
     moe_layer_freq=(0, 1, 1, 0),
-    expert_model_parallel_size=4,
-    expert_ranks_per_node=2,
+    tensor_model_parallel_size=2,
+    sequence_parallel=True,
+    expert_model_parallel_size=8,
+    expert_tensor_parallel_size=1,
+    expert_ranks_per_node=4,
 )
 
 

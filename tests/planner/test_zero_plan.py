@@ -26,6 +26,7 @@ RUN = (
 )
 LLAMA = "--swiglu --normalization rmsnorm --disable-bias-linear --position-embedding-type rope"
 EXPERTS = f"{LLAMA} --num-experts 4 --expert-model-parallel-size 2 --moe-layer-freq ([0]+[1])*2"
+FOLDED = f"{EXPERTS} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
 MUP = "--use-mup --mup-base-hidden-size 64 --mup-base-num-layers 2"
 PP2 = "--pipeline-model-parallel-size 2"
 CHUNKS = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
@@ -40,6 +41,8 @@ tied over chunks | {CHUNKS} --zero-stage 2
 experts | {EXPERTS} --zero-stage 3
 experts with stage 1 | {EXPERTS} --zero-stage 1
 experts in stages | {EXPERTS} {PP2} --zero-stage 2
+experts over tensor ranks | {FOLDED} --zero-stage 3 --optimizer muon
+experts over more ranks than attention | {EXPERTS} --expert-tensor-parallel-size 2 --zero-stage 2
 muP | {MUP} --zero-stage 3
 muP with SGD | {MUP} --optimizer sgd --zero-stage 3
 Muon | {LLAMA} --optimizer muon --zero-stage 3
@@ -84,6 +87,7 @@ stage 3 | --zero-stage 3
 stage 2 of 2 of 4 | --zero-stage 2 {INNER} --zero-state-shard-size 4
 stage 3 of 2 of 4 | --zero-stage 3 {INNER} --zero-state-shard-size 4
 experts | {EXPERTS} --zero-stage 3 {INNER}
+experts over tensor ranks | {FOLDED} --zero-stage 3 {INNER}
 muP and Muon with experts | {EXPERTS} {MUP} --zero-stage 3 --zero-shard-size 4 --optimizer muon
 recomputed | --zero-stage 3 --recompute-granularity full --recompute-num-layers 3
 without overlap | --zero-stage 3 --zero-shard-size 4 --no-overlap-grad-reduce --no-overlap-param-gather
@@ -96,6 +100,9 @@ stage 1 of 2 of 4 | --zero-stage 1 {INNER} --zero-state-shard-size 4
 stage 2 of 4 | --zero-stage 2 --zero-shard-size 4
 stage 3 of 4 | --zero-stage 3 --zero-shard-size 4
 experts with stage 2 | {EXPERTS} --zero-stage 2 --zero-shard-size 4
+experts over tensor and data ranks | {FOLDED} --expert-model-parallel-size 4 --zero-stage 2 {INNER}
+experts over tensor ranks, stage 0 | {FOLDED} --zero-stage 0
+experts over more ranks than attention | {EXPERTS} --expert-tensor-parallel-size 2 --zero-stage 1
 recomputed one by one | --zero-stage 3 --zero-shard-size 4 --recompute-granularity full --recompute-method block
 stage 1 without overlap | --zero-stage 1 --no-overlap-grad-reduce
 split backward passes | {PP2} --enable-zbh1-pipeline --zero-stage 2 {INNER}

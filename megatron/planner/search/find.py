@@ -397,7 +397,7 @@ def search(
             tasks = defaultdict[tuple[int, ...], list[CandidateLayout]](list)
             for size in every:
                 if size.micro == micro:
-                    tasks[size.world, size.tp, size.cp, size.ep].append(size)
+                    tasks[size.world, size.tp, size.cp, size.ep, size.etp].append(size)
             done += sum(len(tasks.pop(shared, ())) for shared in full)
             left = sorted(tasks.items(), key=lambda task: (-len(task[1]), task[0]))
             answers = run("rank", [sizes for _, sizes in left])

@@ -97,6 +97,7 @@ def layout_table(chosen: Sequence[ChosenLayout], tokens: float | None, *, papers
     """
     rows = []
     divisions = [name for name in ("cp", "ep") if any(getattr(c.layout, name) > 1 for c in chosen)]
+    divisions += ["etp"] * any(c.estimate.config.parallel.folded for c in chosen)
     for layout, predicted, record in chosen:
         over = f" over {write_value(layout.shard)}" if layout.shard else ""
         zero = f"ZeRO {layout.zero}{over}" if layout.zero > 1 else "ZeRO"

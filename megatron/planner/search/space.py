@@ -153,8 +153,10 @@ class LayoutSpace:
         """List context-, expert- and expert-tensor-parallel sizes for `ranks` data-parallel ranks.
 
         By default context parallelism uses powers of two, for long sequences only, and expert
-        parallelism every size that divides the number of experts. Each expert is on one rank, or
-        divided like attention.
+        parallelism every size that divides the number of experts. Each expert is on one rank. It is
+        also divided like attention if there is no expert parallelism, or if its ranks are more than
+        undivided experts can use: on the same ranks, undivided experts need no gathered tokens, and
+        each token is sent from one tensor rank instead of all.
         """
         model = self.base.model
         long = model.seq_length >= LONG
@@ -162,15 +164,15 @@ class LayoutSpace:
         powers = [1 << k for k in range(ranks.bit_length())] if long else [1]
         stage = tp * ranks
         divisors = [ep for ep in range(1, min(stage, experts) + 1) if experts % ep == 0]
-        tensor = sorted({tp if n == 0 else n for n in self._values("etp", {1, tp})})
-        if model.num_experts is None:
-            tensor = [tp]
+        tensor = self._values("etp", {1, tp}) if model.num_experts else [tp]
+        asked = "etp" in self.restrictions or "etp" in self.more
         return [
             (cp, ep, 0 if etp == tp else etp)
             for cp, ep, etp in itertools.product(
                 self._values("cp", powers), self._values("ep", divisors), tensor
             )
             if ranks % cp == stage % (ep * etp) == max(tp, etp) % min(tp, etp) == 0
+            and (asked or 1 in (ep, etp) or experts % (ep * etp))
         ]
 
     def _sizes(self, shape: CandidateLayout, rejections: Rejections) -> Iterator[CandidateLayout]:
@@ -295,8 +297,8 @@ class LayoutSpace:
 
         def fits(zero: tuple[int, int, int]) -> bool:
             _, shard, states = (n or ranks for n in zero)
-            held, experts = shard * size.tp, (size.etp or size.tp) * size.ep
-            rest = min(held % experts, experts % held)
+            held = shard * size.tp
+            rest = min(held % size.expert_ranks, size.expert_ranks % held)
             return ranks % states == states % shard == rest == 0 and all(
                 allowed(value, name, self.restrictions)
                 for name, value in zip(names, zero, strict=True)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.config import Config
+from megatron.engine.buckets import BucketPlan
 from megatron.engine.optimizer_state import ROUND, has_kernel, optimizer_state
 from megatron.engine.zero_plan import BucketInstruction, BucketOp, Reductions, ZeroPlan, zero_of
 from megatron.errors import ConfigError
@@ -537,12 +538,12 @@ def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) ->
     zero = zero_of(config)
     traced = trace(config, device)
     parameters = list[Sharding]()
-    sent = 0.0
+    buckets = list[BucketPlan]()
     for rank in range(config.parallel.pipeline_model_parallel_size):
         plan, records = plan_of_rank(config, traced, rank)
         full = [bucket for bucket in plan.buckets if bucket.kind.full_parameters]
-        if (owned := sum(map(zero.owned, full))) > sent:
-            sent = owned
+        if sum(map(zero.owned, full)) > sum(map(zero.owned, buckets)):
+            buckets = full
             parameters = [records[number] for bucket in full for number in bucket.members]
     if not parameters:
         return 0.0
@@ -568,14 +569,21 @@ def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) ->
         for s, p in zip(seconds, parameters, strict=True)
     )
     work = max(sum(shares), *seconds)
-    rounds = max(1, round(sent / ROUND))
-    message = value_bytes * sent / rounds
-    messages = 2 * channels.seconds("all_gather", message)
-    if zero.sizes.states > 1:
-        messages += 2 * channels.seconds("all_gather", message, "data")
+    every = longest = 0.0
+    for of in ("", "expert_"):
+        sent = sum(zero.owned(bucket) for bucket in buckets if bucket.kind.experts == bool(of))
+        if not sent:
+            continue
+        rounds = max(1, round(sent / ROUND))
+        message = value_bytes * sent / rounds
+        messages = 2 * channels.seconds("all_gather", message, f"{of}tensor")
+        if zero.sizes_of(bool(of)).states > 1:
+            messages += 2 * channels.seconds("all_gather", message, f"{of}data")
+        every += rounds * messages
+        longest = max(longest, messages)
     if device == "cpu":
-        return work + rounds * messages
-    return max(work, (rounds - 1) * messages) + messages
+        return work + every
+    return max(work, every - longest) + longest
 
 
 _updates: dict[tuple[object, ...], tuple[dict[str, Pass], int]] = {}

@@ -206,6 +206,7 @@ def _step(predicted: Estimate, rank: int) -> Table:
             f"TP {layout.tensor} x PP {layout.pipeline} x {context}DP {layout.replicas}",
             f"{predicted.devices}",
         ),
+        *_experts(predicted),
         *_zero(zero),
         ("micro-batches", samples, f"{m}"),
         ("passes", f"{m} x {_time(run.busy[rank] / m)} on rank {rank}", _time(run.busy[rank])),
@@ -224,6 +225,18 @@ def _step(predicted: Estimate, rank: int) -> Table:
         each += f" = {flops / predicted.seconds / predicted.devices / 1e12:.1f} TFLOP/s"
         rows.append((name, each, "" if share is None else f"{100 * share:.1f} %"))
     return Table("one step", ("part", "formula", "value"), rows)
+
+
+def _experts(predicted: Estimate) -> list[tuple[str, str, str]]:
+    """Return a row with the experts' ranks of a stage; no row for a model without experts."""
+    layout = predicted.placement.layout
+    if predicted.config.model.num_experts is None:
+        return []
+    lanes = predicted.channels.lanes
+    copies = lanes["expert_data"].ranks
+    sizes = f"each over {layout.expert_tensor_size} x EP {layout.expert} x {copies} copies"
+    nodes = f"{max(lanes['expert'].nodes, lanes['expert_tensor'].nodes)} nodes"
+    return [("experts", sizes, "on a node" if nodes == "1 nodes" else f"over {nodes}")]
 
 
 def _zero(zero: Zero) -> list[tuple[str, str, str]]:
