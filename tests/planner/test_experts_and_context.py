@@ -300,11 +300,10 @@ def test_the_search_divides_experts_and_long_sequences():
     assert sizes("") == {(1, 1)}
     assert sizes(EXPERTS) == {(1, 1), (1, 2), (1, 4), (1, 8)}
     assert sizes("", tp=4) == {(1, 0)}
-    # Divided experts of groups on 8 ranks would only send more than undivided ones.
-    undivided = {(1, 1), (2, 1), (4, 1), (8, 1)}
-    assert sizes(EXPERTS, tp=4) == undivided | {(1, 0), (4, 0)}
-    assert sizes(EXPERTS, tp=4, etp=(2, 4)) == {(n, etp) for n in (1, 2, 4) for etp in (2, 0)} | {
-        (8, 2)
-    }
+    # Divided experts on 8 ranks would only send more than undivided ones.
+    assert sizes(EXPERTS, tp=4) == {(1, 1), (4, 1), (8, 1), (1, 0), (4, 0)}
+    assert sizes(EXPERTS, tp=4, ep=(2,)) == {(2, 1), (2, 0)}
+    asked = {(n, etp) for n in (1, 2, 4) for etp in (2, 0)} | {(8, 2)}
+    assert sizes(EXPERTS, tp=4, etp=(2, 4)) == asked
     assert sizes("", cp=(1, 2, 4)) == {(1, 1), (2, 1), (4, 1)}
     assert sizes(f"--seq-length {2**16}") == {(2**k, 1) for k in range(5)}

@@ -144,7 +144,13 @@ class LayoutSpace:
                             f"tp={tp},pp={pp}: {tp * pp} into {world}, {layers} layers",
                         )
                         continue
-                    for cp, ep, etp in self._context_and_expert_sizes(tp, world // (tp * pp)):
+                    divisions = self._context_and_expert_sizes(tp, world // (tp * pp))
+                    if not divisions:
+                        rejections.add(
+                            "context- or expert-parallel sizes do not divide the ranks of a stage",
+                            f"tp={tp},pp={pp}: {world // pp} ranks",
+                        )
+                    for cp, ep, etp in divisions:
                         yield from self._sizes(
                             CandidateLayout(world, 0, tp, pp, cp=cp, ep=ep, etp=etp), rejections
                         )
@@ -153,10 +159,11 @@ class LayoutSpace:
         """List context-, expert- and expert-tensor-parallel sizes for `ranks` data-parallel ranks.
 
         By default context parallelism uses powers of two, for long sequences only, and expert
-        parallelism every size that divides the number of experts. Each expert is on one rank. It is
-        also divided like attention if there is no expert parallelism, or if its ranks are more than
-        undivided experts can use: on the same ranks, undivided experts need no gathered tokens, and
-        each token is sent from one tensor rank instead of all.
+        parallelism every size that divides the number of experts. Experts are undivided, and spread
+        over all ranks of a tensor-parallel group or over none. They are also divided like attention
+        without expert parallelism, and over more ranks than undivided experts could use: on equally
+        many ranks, these need no gathered tokens, and one tensor rank instead of all sends a token.
+        For expert-parallel sizes that are asked for, both are tried.
         """
         model = self.base.model
         long = model.seq_length >= LONG
@@ -165,14 +172,14 @@ class LayoutSpace:
         stage = tp * ranks
         divisors = [ep for ep in range(1, min(stage, experts) + 1) if experts % ep == 0]
         tensor = self._values("etp", {1, tp}) if model.num_experts else [tp]
-        asked = "etp" in self.restrictions or "etp" in self.more
+        asked = bool({"ep", "etp"} & {*self.restrictions, *self.more})
         return [
             (cp, ep, 0 if etp == tp else etp)
             for cp, ep, etp in itertools.product(
                 self._values("cp", powers), self._values("ep", divisors), tensor
             )
             if ranks % cp == stage % (ep * etp) == max(tp, etp) % min(tp, etp) == 0
-            and (asked or 1 in (ep, etp) or experts % (ep * etp))
+            and (asked or ep == 1 or (ep >= tp if etp == 1 else experts % (ep * etp)))
         ]
 
     def _sizes(self, shape: CandidateLayout, rejections: Rejections) -> Iterator[CandidateLayout]:

@@ -114,6 +114,7 @@ def test_what_was_asked_for_counts():
         dict(chunks=(5,)),
         dict(mbs=(7,)),
         dict(pp=(3,)),
+        dict(cp=(3,)),
         dict(pp=(4,), chunks=(3,), recompute=("full:block",)),
     ],
 )
