@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.parallel import V_SHAPED
 from megatron.errors import ConfigError
 
 Fields = dict[str, Any]
@@ -159,7 +160,7 @@ def _fields(draw: random.Random) -> dict[str, Any]:
         fields |= one_of(
             (
                 {},
-                dict(pipeline_schedule="zb-h1"),
+                dict(pipeline_schedule=one_of(("zb-h1", *V_SHAPED))),
                 dict(num_layers_per_virtual_pipeline_stage=1),
             )
         )
@@ -253,7 +254,10 @@ RUNS = (
     _zero("DP 4, ZeRO 3 within 2", 4, zero_stage=3, zero_shard_size=2),
     MemoryRun("TP 2, SP", 2, {**_B, **_SP, "tensor_model_parallel_size": 2}),
     MemoryRun("PP 2", 2, {**_B, **_PP2}),
-    MemoryRun("PP 2, zb-h1", 2, {**_B, **_PP2, "pipeline_schedule": "zb-h1"}),
+    *(
+        MemoryRun(f"PP 2, {s}", 2, {**_B, **_PP2, "pipeline_schedule": s})
+        for s in ("zb-h1", "v-half")
+    ),
     MemoryRun("PP 4", 4, {**_B, **_PP2, "pipeline_model_parallel_size": 4}),
     MemoryRun("TP 2, PP 2", 4, {**_B, **_PP2, "tensor_model_parallel_size": 2}),
     MemoryRun("experts, EP 4 over TP 2, SP, and DP 2", 4, {**_B, **_FOLDED, **_SP}),

@@ -243,8 +243,7 @@ class ParallelConfig:
     @property
     def schedule(self) -> str:
         """Return the name of the pipeline schedule, one of SCHEDULES."""
-        assert self.pipeline_schedule is not None, "it is derived"
-        return self.pipeline_schedule
+        return self.pipeline_schedule or ("interleaved" if self.num_chunks > 1 else "1f1b")
 
 
 @dataclass(frozen=True)

@@ -342,7 +342,15 @@ class Engine:
         if plan.zero.divides_gradients:
             from megatron.engine.sharded import ShardedGradients, ShardedWeights
 
-            self._gradients = ShardedGradients(plan, self.buckets, self.topology, terms, direct)
+            context: Any = getattr(chunks[0], "context", None)
+            self._gradients = ShardedGradients(
+                plan,
+                self.buckets,
+                self.topology,
+                terms,
+                direct,
+                getattr(context, "weight_gradients", None),
+            )
         else:
             self._gradients = Gradients(plan, self.buckets, self.topology, terms, direct)
         if plan.zero.stage == 3:

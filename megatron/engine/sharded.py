@@ -34,6 +34,7 @@ from megatron.engine.zero_plan import (
     Reductions,
     ZeroPlan,
 )
+from megatron.parallel.deferred_gradients import WeightGradients
 from megatron.parallel.gradient_accumulator import within_backward
 from megatron.parallel.topology import Topology
 
@@ -44,7 +45,8 @@ class ShardedGradients(Gradients):
     """Gradient sums of which this rank keeps a shard.
 
     A bucket is complete once its parameters have all contributions of a pass. The first pass
-    assumes one for each parameter, and counts the actual number. Sums over the ranks beyond the
+    assumes one for each parameter, and counts the actual number. Nothing is sent in the first half
+    of a split pass, since those of other micro-batches may follow before a second half. Sums over the ranks beyond the
     inner ones begin in the last pass if gradients are sent early, an earlier step has changed the
     weights (Gradients) and the passes were announced; else after it.
     """
@@ -56,8 +58,10 @@ class ShardedGradients(Gradients):
         topology: Topology,
         terms: Terms,
         direct: bool,
+        deferred: WeightGradients | None = None,
     ) -> None:
         super().__init__(plan, buckets, topology, terms, direct)
+        self._deferred = deferred or WeightGradients()
         # contributions in the current pass, and in every pass: empty until the first pass is over
         self._new = dict.fromkeys(self._accumulators, 0)
         self._per_pass: dict[torch.nn.Parameter, int] = {}
@@ -89,7 +93,7 @@ class ShardedGradients(Gradients):
         if self._new[p] != due:
             return
         self._missing[number] -= 1
-        if not self._missing[number]:
+        if not self._missing[number] and not self._deferred.deferring:
             self._run(self._sums.complete(number, self._is_last(self._plan.stage_of(number))))
 
     def _is_last(self, stage: int) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -315,7 +315,13 @@ class Reductions:
         yield BucketInstruction(BucketOp.ALLOCATE, bucket)
 
     def complete(self, bucket: int, final: bool) -> Iterator[BucketInstruction]:
-        """Note that a bucket has all gradients of a pass; `final`: it is the step's last pass."""
+        """Note that a bucket has all gradients of a pass; `final`: it is the step's last pass.
+
+        If a step's passes count separately, a bucket that passes of several stages add to is only
+        sent when a pass of its stage ends.
+        """
+        if self._plan.zero.divides_gradients and bucket in self._plan.of_several_stages:
+            return
         self._complete.add(bucket)
         if not self._plan.zero.early:
             return
@@ -428,6 +434,14 @@ class ZeroPlan:
         some = min(self.calls, default=0)  # for a bucket without parameters
         firsts = (bucket.members[:1] for bucket in self.buckets)
         return tuple(self.first_uses[first[0]][0] if first else some for first in firsts)
+
+    @functools.cached_property
+    def of_several_stages(self) -> frozenset[int]:
+        """Buckets with a parameter that several stages of this rank use: a tied embedding."""
+        used = Counter[int]()
+        for calls in self.calls.values():
+            used.update({number for call in calls for number in call.parameters})
+        return frozenset(self.bucket_of[number] for number, stages in used.items() if stages > 1)
 
     @functools.cached_property
     def _orders(self) -> Mapping[int, tuple[int, ...]]:

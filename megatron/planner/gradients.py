@@ -83,7 +83,7 @@ class Traffic:
                 if not complete:
                     continue
                 self._added[bucket] = self._added.get(bucket, 0) + 1
-                if self._added[bucket] == chunk.due[bucket]:
+                if self._added[bucket] == chunk.due[bucket] and half != "inputs":
                     changes += self._carry_out(row, self._sums.complete(bucket, final=False))
             of_modules.append(tuple(changes))
         if half != "inputs":

@@ -463,9 +463,12 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     if shared is not None:
         chunks = [_chunk(traced, stage, block, shared) for stage in stages]
         plan = plan_of_rank(config, traced, rank).plan
-        first_end = np.argmax((op == PipelineOp.BACKWARD_WEIGHT) | (op == PipelineOp.BACKWARD))
-        ahead = max(1, int((op[:first_end] == PipelineOp.BACKWARD_INPUT).sum()))
-        uses = [of.sums(plan, stage, ahead) for of, stage in zip(chunks, plan.calls, strict=True)]
+        uses = []
+        for number, (of, stage) in enumerate(zip(chunks, plan.calls, strict=True)):
+            mine = op[chunk == number]
+            ends = (mine == PipelineOp.BACKWARD_WEIGHT) | (mine == PipelineOp.BACKWARD)
+            ahead = int((mine[: np.argmax(ends)] == PipelineOp.BACKWARD_INPUT).sum())
+            uses.append(of.sums(plan, stage, max(1, ahead)))
         traffic = Traffic(plan, uses)
         after: dict[object, tuple[Bytes, Traffic]] = {}  # by state and pass
         gradients = []  # bytes that gradients add to each pass

@@ -394,7 +394,7 @@ SHARDED = [
     ],
     *[
         layout(pp=2, dp=2, zero=2, schedule=schedule, **precision)
-        for schedule in ("1f1b", "interleaved", "zb-h1", "v-half", "dualpipev")
+        for schedule in SCHEDULES
         for precision in ({}, BF16, FP16)
     ],
     layout(zero=3),

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from megatron.config.command_line import parse_plan
+from megatron.config.parallel import V_SHAPED
 from megatron.data.sampler import MicroBatch
 from megatron.engine.engine import build_executor
 from megatron.model.gpt import global_shapes
+from megatron.model.stages import end_ranks
 from megatron.planner.cluster import load_cluster
 from megatron.planner.dryrun.rank import run_rank
 from megatron.planner.dryrun.rehearsal import (
@@ -143,6 +145,14 @@ ZERO_BUBBLE = "--enable-zbh1-pipeline"
     [
         f"{PP2} --global-batch-size 20",
         pytest.param(f"{PP4} --global-batch-size 22", marks=MORE),
+        f"{PP2} --num-layers 4 --pipeline-schedule v-half --global-batch-size 24",
+        *(
+            pytest.param(
+                f"{PP4} --num-layers 8 --pipeline-schedule {name} --global-batch-size 48",
+                marks=MORE,
+            )
+            for name in V_SHAPED
+        ),
         pytest.param(f"{PP2} {CHUNKS} --num-layers 4 --global-batch-size 16", marks=MORE),
         pytest.param(f"{PP4} --global-batch-size 48 {ZERO_BUBBLE}", marks=MORE),
         pytest.param(f"{PP4} {CHUNKS} --global-batch-size 48 --num-layers 8", marks=MORE),
@@ -173,7 +183,8 @@ def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(flags):
     for kind in members:
         first, *rest = (run_rank(config, p, "meta", enough).peak.total for p in kind.stands_for)
         assert max(rest, default=0) <= first
-        losses = (count - enough) * GPU_BLOCK if kind.pipeline_rank == size - 1 else 0
+        of_loss = end_ranks(config)[1] == kind.pipeline_rank
+        losses = (count - enough) * GPU_BLOCK if of_loss else 0
         assert run_rank(config, kind.pipeline_rank, "meta", count).peak.total == first + losses
 
 
