@@ -35,6 +35,7 @@ from megatron.planner.events import GroupMessage, Pass, Trace
 from megatron.planner.node_links import ESTIMATED
 from megatron.planner.rates import rates_of, seconds_of
 from megatron.planner.stage import (
+    StageWork,
     messages_in_passes,
     plan_in_passes,
     plan_of_rank,
@@ -308,16 +309,12 @@ def _computing_seconds(config: Config, cluster: Cluster) -> float:
     def seconds(of: Pass) -> float:
         return sum(seconds_of(operation, rates) for operation in of.computations())
 
-    stages = [
-        sum(
-            run.times * seconds(run.of)
-            for runs in stage_passes(traced, stage).values()
-            for run in runs
-        )
-        for stage in stages_of(config)
-    ]
-    size = config.parallel.pipeline_model_parallel_size
-    busiest = max(sum(stages[rank::size]) for rank in range(size))
+    def work_of(stage: StageWork) -> float:
+        runs = itertools.chain(*stage_passes(traced, stage).values())
+        return sum(run.times * seconds(run.of) for run in runs)
+
+    ranks = range(config.parallel.pipeline_model_parallel_size)
+    busiest = max(sum(map(work_of, stages_on(config, rank))) for rank in ranks)
     return float(f"{config.num_micro_batches() * busiest:.9g}")
 
 
