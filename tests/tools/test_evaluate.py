@@ -13,6 +13,7 @@ from tokenizers import processors
 
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
+from megatron.data.sampler import make_micro_batch
 from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import DataError
 from megatron_inference import tokens
@@ -22,6 +23,8 @@ from tests.helpers.hugging_face import GPT2, S, V, from_gpt2, hugging_face
 from tests.helpers.indexed import write_documents
 from tests.helpers.launching import launch
 from tests.helpers.preprocessing import trained_pairs
+from tests.helpers.tiny import one_stage
+from tests.helpers.training import local_shards
 
 DOCUMENTS = [np.random.RandomState(n).randint(0, V - 1, n).tolist() for n in (3, 41, 1, 22)]
 TEXTS = [" ".join(map(str, document)) for document in DOCUMENTS]
@@ -107,6 +110,29 @@ def test_loss_is_that_of_each_token_in_its_window(folder, tmp_path, load, proces
         size -= sum(len(text.split()[0]) for text in TEXTS)
     assert (result["tokens"], result["bytes"], result["iteration"]) == (number, size, 7)
     assert result["bits_per_byte"] == pytest.approx(loss * number / math.log(2) / size, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_padding_takes_no_room_of_experts(tmp_path):
+    """A text in one of three windows, and not as long, has the loss of a pass over it alone."""
+    fields = dict(num_experts=4, moe_eval_capacity_factor=0.8, init_method_std=0.5)
+    config = Config.create(**GPT2 | fields | {"tokenizer_type": "NullTokenizer"})
+    chunk = one_stage(config).eval()
+    shards = local_shards(chunk.parameters()).items()
+    make(
+        tmp_path / "experts",
+        7,
+        {f"master.{name}": torch.from_numpy(value) for name, (_, value) in shards},
+        config=plain(config),
+    )
+    ids = DOCUMENTS[0] * 3
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": " ".join(map(str, ids))}) + "\n")
+    words = ["--text", str(tmp_path / "text.jsonl"), "--micro-batch-size", "3"]
+    (outcome,) = run(tmp_path, 1, *words, load="experts")
+    with torch.no_grad():
+        loss = chunk(make_micro_batch(np.array([[V - 1, *ids]])), None).item()
+    result = json.loads(outcome.output.splitlines()[-1])
+    assert result["loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def chatter(log):
