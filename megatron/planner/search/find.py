@@ -38,7 +38,9 @@ from megatron.planner.placement import (
     Placement,
     check_device_order,
     chosen_dispatch,
+    dispatch_given,
     layout_of,
+    over_nodes,
     placements_of,
 )
 from megatron.planner.search.space import LayoutSpace, Rejections
@@ -209,9 +211,10 @@ class LayoutSearch:
         cluster = self.space.cluster
         for _, layout, memory in alike:
             config = self.space.config(layout)
+            every = self._channels(config)
             costs = [
                 (folded_seconds(config, cluster, channels), channels.placement)
-                for channels in self._channels(config)
+                for channels in [one for one in every if self._has_room(config, one)] or every
             ]
             least = min(cost for cost, _ in costs)
             close = {
@@ -231,6 +234,18 @@ class LayoutSearch:
         return judged
 
     # -- one layout --------------------------------------------------------------------------------
+
+    def _has_room(self, config: Config, channels: Channels) -> bool:
+        """Return whether the layout fits on this placement: rows sent over nodes need memory.
+
+        It fits with tokens sent directly to ranks, or as --expert-ranks-per-node says.
+        """
+        layout = channels.placement.layout
+        if layout.expert_node == 1 or dispatch_given(config):
+            return True
+        sized = over_nodes(config, layout)
+        device = self.space.cluster.device_type
+        return peak_rank(sized, device, self.capacity).total <= self.capacity
 
     def _too_big(self, sizes: Sequence[CandidateLayout]) -> RejectedLayout | None:
         """Return the nearest misfit if no layout of these sizes fits; None if one may fit."""
