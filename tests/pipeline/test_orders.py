@@ -8,6 +8,7 @@ from megatron.pipeline.clock import Pipeline, StageTimes, run_pipeline
 from megatron.pipeline.orders import (
     ORDERS,
     SCHEDULES,
+    SENDS_IN_FLIGHT,
     Instruction,
     Op,
     group_sizes,
@@ -75,6 +76,22 @@ def test_what_ranks_hold_and_send(chunks):
         assert build_rank_schedule(gpipe, 4, chunks, 5, rank) == schedule[rank]
     waiting = moments_of_rank(split_late, 4, 1, 5, 2)
     assert waiting.in_flight.max() == 0 and waiting.waiting.max() == 4
+
+
+def test_results_for_the_same_rank_are_kept_until_they_are_used():
+    """The last rank of a V with GPipe's order keeps all results before its second stage uses one.
+
+    Its first pass there has taken one of five; sends in flight come to those of its backward passes.
+    """
+
+    def folded(size, chunks, micro_batches, rank):
+        op, stage, micro_batch = np.array(gpipe(size, chunks, micro_batches, rank)).T
+        stage = np.where(stage < size, stage, 2 * size - 1 - rank)
+        return np.stack([op, stage, micro_batch], axis=1)
+
+    folded.stage_owners = whole_v.stage_owners
+    messages = moments_of_rank(folded, 2, 2, 5, 1).messages
+    assert (messages[5], messages[15]) == (4, 4 + SENDS_IN_FLIGHT)
 
 
 @pytest.mark.parametrize("forward_only", [False, True])

@@ -25,6 +25,7 @@ from megatron.layers.context import LayerContext
 from megatron.model.gpt import hidden_state
 from megatron.model.stages import stage_owners
 from megatron.parallel import collectives
+from megatron.parallel.deferred_gradients import WeightGradients
 from megatron.parallel.keyed_random import mix
 from megatron.parallel.topology import Topology
 from megatron.pipeline import orders
@@ -375,7 +376,9 @@ def forward_passes(
     schedule: AnyOrder = "1f1b" if chunks == 1 else "interleaved"
     if stage_owners(config) != orders.stage_owners(schedule, model.topology.pipeline.size, chunks):
         schedule = config.schedule
-    return Executor(model.topology, stages, schedule, (shape, hidden_state(config)[1]))
+    message = shape, hidden_state(config)[1]
+    # a queue that stays empty, for a schedule that splits backward passes
+    return Executor(model.topology, stages, schedule, message, WeightGradients())
 
 
 class _Decoder:

@@ -20,6 +20,7 @@ from megatron.data.sampler import MicroBatch, MicroBatchStream, Share
 from megatron.errors import ConfigError
 from megatron.kernels import choose, library, measured_times
 from megatron.model.gpt import build_chunks
+from megatron.model.stages import stage_owners
 from megatron.parallel.layout import Layout, LayoutSizes
 from megatron.parallel.topology import Topology
 from megatron.training.report.events import StepRecord
@@ -261,6 +262,7 @@ LAYOUTS = (
     {**SPLIT, "rank_order": "pp-tp-dp"},
     dict(tensor_model_parallel_size=4, sequence_parallel=True),
     dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1),
+    dict(pipeline_model_parallel_size=2, pipeline_schedule="v-half"),
 )
 EXPERTS = dict(num_experts=4, moe_layer_freq=(0, 1, 1, 1), moe_router_topk=2)
 OF_EXPERTS = (
@@ -283,7 +285,7 @@ def texts(topology, folder):
         *(({**EXPERTS, **fields}, GREEDY) for fields in OF_EXPERTS),
     ):
         config = Config.create(**{**GPT, **fields}, world_size=RANKS)
-        split = Topology.create(sizes=LayoutSizes.of(config))
+        split = Topology.create(sizes=LayoutSizes.of(config), owners=stage_owners(config))
         chunks = build_chunks(config, split)
         chunks.train()
         made = generate(
