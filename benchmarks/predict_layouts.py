@@ -87,6 +87,9 @@ LAYOUTS = [
     PredictedLayout("dp 2, mbs 1, full recompute", "deep", 2, f"{_MBS} 1 {_FULL}"),
     PredictedLayout("pp 2, dp 2, mbs 1", "deep", 4, f"{_PP} 2 {_MBS} 1"),
     PredictedLayout("pp 4, 2 chunks, mbs 1", "deep", 4, f"{_PP} 4 {_CHUNKS} 1 {_MBS} 1"),
+    PredictedLayout(
+        "pp 4, v-half, mbs 1", "deep", 4, f"{_PP} 4 {_MBS} 1 --pipeline-schedule v-half"
+    ),
     PredictedLayout("mbs 1", "gated", 1, f"{_MBS} 1"),
     PredictedLayout("tp 2, sp, mbs 1", "gated", 2, f"{_TP} 2 {_SP} {_MBS} 1"),
     PredictedLayout("pp 2, mbs 1", "gated", 2, f"{_PP} 2 {_MBS} 1"),

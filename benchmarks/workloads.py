@@ -156,6 +156,7 @@ def cpu_cases() -> list[WorkloadCase]:
         replace(OURS, name="ours, 1F1B"),
         replace(OURS, name="ours, interleaved", flags=chunked, chunks=3),
         replace(OURS, name="ours, zero-bubble", flags=("--enable-zbh1-pipeline",)),
+        replace(OURS, name="ours, V-half", flags=("--pipeline-schedule", "v-half")),
         replace(MEGATRON_CORE, name="megatron-core, 1F1B"),
         replace(MEGATRON_CORE, name="megatron-core, interleaved", chunks=3),
     )

@@ -20,7 +20,7 @@ def test_layouts_are_valid_many_and_not_what_is_calibrated():
     configs = [
         parse_plan([*layout.arguments, "--world-size", str(layout.processes)]) for layout in LAYOUTS
     ]
-    assert {c.parallel.schedule for c in configs} == {"1f1b", "interleaved", "zb-h1"}
+    assert {c.parallel.schedule for c in configs} == {"1f1b", "interleaved", "zb-h1", "v-half"}
     assert {c.parallel.tensor_model_parallel_size for c in configs} == {1, 2, 4}
     assert {c.parallel.data_parallel_size for c in configs} >= {1, 2}
 
