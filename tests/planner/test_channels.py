@@ -5,7 +5,7 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.config.parallel import RANK_ORDERS
@@ -36,11 +36,12 @@ DIVISORS = st.sampled_from([1, 2, 4])
     st.sampled_from(RANK_ORDERS),
     st.sampled_from([2, 4, 8]),
 )
+@example(2, 2, 4, 1, 2, "tp-pp-dp", 8)
 def test_groups_on_nodes(tensor, pipeline, data, context, expert, order, devices):
     data += -(tensor * pipeline * data) % devices and devices - data % devices  # whole nodes
     subgroups = dict(context=math.gcd(context, data), expert=math.gcd(expert, data))
     if tensor % 2 == 0 and order.index("tp") < order.index("dp"):
-        each = math.gcd(expert, tensor)
+        each = max(1, math.gcd(expert, tensor) // 2)
         subgroups |= dict(expert_tensor=each, expert=tensor // each * subgroups["expert"])
     layout = Layout(tensor, pipeline, data, order, **subgroups)
     for name in ("tensor", "data", "context", "expert", "expert_data", "expert_tensor"):
