@@ -461,6 +461,9 @@ def _schedule(s: Settings) -> None:
     if name in s.bad or not s.usable(size):
         return
     chosen = s.values[name]
+    if chosen is not None and s.pieces.schedule is not None:
+        written = all_options()[name].written(chosen)
+        s.notices.append(f"{written} has no effect: the schedule is your own piece")
     alone = f"{all_options()[size].flag} 1"
     if s.values[size] == 1:
         if chosen not in (None, "1f1b"):

@@ -92,7 +92,10 @@ class CandidateLayout(NamedTuple):
             if chunked
             else None,
             "expert_tensor_parallel_size": self.etp or None,
-            "pipeline_schedule": self.schedule if self.pp > 1 else None,
+            # a user's own schedule has another name
+            "pipeline_schedule": self.schedule
+            if self.pp > 1 and self.schedule in SCHEDULES
+            else None,
             "rank_order": self.rank_order or None,
             "device_order": self.device_order or None,
             "expert_ranks_per_node": self.epn or None,
