@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.published_runs import MI250X_RUNS, PLAIN_ORDER, RUNS, XMOE_RUNS, PublishedRun
-from megatron.config import Config
+from megatron.config import Config, ParallelConfig
 from megatron.config.command_line import parse_plan
 from megatron.model.formulas import paper_flops
 from megatron.planner.channels import Channels
@@ -208,8 +208,8 @@ def dispatch_table(cluster: Cluster) -> Table:
         rows.append(
             (
                 name,
-                f"TP {parallel.tensor_model_parallel_size}, EP "
-                f"{parallel.expert_model_parallel_size}, {parallel.world_size:,} GCDs",
+                f"TP {parallel.tensor_model_parallel_size}{_experts(parallel)}, "
+                f"{parallel.world_size:,} GCDs",
                 f"{over:.2f} s",
                 f"{direct:.2f} s",
                 "directly" if choice.directly else "over nodes",
@@ -220,22 +220,25 @@ def dispatch_table(cluster: Cluster) -> Table:
     return Table("Steps with tokens sent over nodes, and directly to ranks", heads, rows)
 
 
+def _experts(parallel: ParallelConfig) -> str:
+    experts = parallel.expert_model_parallel_size
+    each = f", ETP {parallel.expert_tensor_parallel_size}" if parallel.folded else ""
+    return f", EP {experts}{each}" if experts > 1 else each
+
+
 def _of_run(run: PublishedRun, devices: str, unit: str, rate: float | None = None) -> Comparison:
     """Return the comparison of a step's seconds or, if given, of a rate in `unit`."""
     config = parse_plan(run.argv())
     parallel = config.parallel
     tensor = parallel.tensor_model_parallel_size
     pipeline = parallel.pipeline_model_parallel_size
-    experts = parallel.expert_model_parallel_size
-    of_experts = f", EP {experts}" if experts > 1 else ""
-    of_experts += f", ETP {parallel.expert_tensor_parallel_size}" if parallel.folded else ""
 
     def value(times: Sequence[float]) -> float:
         return times[0] if rate is None else rate * run.seconds / times[0]
 
     return Comparison(
         run.name,
-        f"TP {tensor} x PP {pipeline}{of_experts}, {run.devices:,} {devices}",
+        f"TP {tensor} x PP {pipeline}{_experts(parallel)}, {run.devices:,} {devices}",
         run.seconds if rate is None else rate,
         unit,
         (tuple(run.argv()),),

@@ -125,7 +125,7 @@ class CandidateLayout(NamedTuple):
             "zero": self.gradient_ranks,
             "cp": self.cp,
             "ep": self.ep,
-            "etp": max(self.etp, self.tp if self.etp or self.ep > 1 else 1),
+            "etp": 2 if self.etp or self.ep > 1 else 1,
             "epn": self.ep,
             **dict.fromkeys(("shard", "states"), self.gradient_ranks if self.zero else 1),
         }
