@@ -14,6 +14,7 @@ name to SCHEDULES (config/parallel.py) and the function to _ORDERS, at the same 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import lru_cache
@@ -445,13 +446,18 @@ def stage_owners(schedule: AnyOrder, pipeline_size: int, chunks: int) -> tuple[i
         places = ORDERS[schedule].places
     else:
         places = getattr(schedule, "stage_owners", round_robin)
-    owners = tuple(map(int, places(pipeline_size, chunks)))
+    what = f"order {name_of(schedule)!r}: stage_owners({pipeline_size}, {chunks})"
+    remedy = (
+        f"it is a function that names the rank of each stage, each of the {pipeline_size} ranks "
+        f"{chunks} times"
+    )
+    try:
+        given = list(places(pipeline_size, chunks))
+        owners = tuple(map(operator.index, given))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what} returns no whole numbers ({error}): {remedy}") from error
     if sorted(owners) != sorted([*range(pipeline_size)] * chunks):
-        raise ConfigError(
-            f"order {name_of(schedule)!r}: its stage_owners({pipeline_size}, {chunks}) are "
-            f"{owners}: name the rank of each stage, each of the {pipeline_size} ranks {chunks} "
-            "times"
-        )
+        raise ConfigError(f"{what} returns {owners}: {remedy}")
     return owners
 
 

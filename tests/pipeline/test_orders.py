@@ -130,7 +130,9 @@ def test_passes_that_are_not_the_ranks_are_refused(
         build_schedule(changed(change), 2, 1, 3)
 
 
-@pytest.mark.parametrize("owners", [[0, 1, 1], [0, 0, 0, 1], [0, 1, 2, 1]])
+@pytest.mark.parametrize(
+    "owners", [[0, 1, 1], [0, 0, 0, 1], [0, 1, 2, 1], [0.0, 1.0, 1.5, 0.5], list("0110"), None]
+)
 def test_a_rank_without_its_chunks_is_refused(owners):
     def misplaced(*sizes):
         return gpipe(*sizes)
