@@ -318,9 +318,10 @@ class Reductions:
         """Note that a bucket has all gradients of a pass; `final`: it is the step's last pass.
 
         If a step's passes count separately, a bucket that passes of several stages add to is only
-        sent when a pass of its stage ends.
+        sent when a pass of its stage ends, and never as the last time: the weight gradients of
+        another stage may follow.
         """
-        if self._plan.zero.divides_gradients and bucket in self._plan.of_several_stages:
+        if bucket in self._plan.of_several_stages:
             return
         self._complete.add(bucket)
         if not self._plan.zero.early:
@@ -339,7 +340,8 @@ class Reductions:
         while (following := self._following(stage)) is not None:
             if self._plan.zero.divides_gradients:
                 yield from self.use(following)
-            yield from self._send_next(stage, following, final)
+            last = final and following not in self._plan.of_several_stages
+            yield from self._send_next(stage, following, last)
         if self._plan.zero.divides_gradients:  # otherwise a step's passes count as one
             self._sent.pop(stage, None)
             self._complete.difference_update(self._plan.order_of(stage))
@@ -437,7 +439,12 @@ class ZeroPlan:
 
     @functools.cached_property
     def of_several_stages(self) -> frozenset[int]:
-        """Buckets with a parameter that several stages of this rank use: a tied embedding."""
+        """Buckets with a parameter that several stages of this rank use: a tied embedding.
+
+        Below ZeRO-2 there are none: a step's passes count as one.
+        """
+        if not self.zero.divides_gradients:
+            return frozenset()
         used = Counter[int]()
         for calls in self.calls.values():
             used.update({number for call in calls for number in call.parameters})

@@ -15,7 +15,7 @@ import contextlib
 import pytest
 
 from megatron.config.parallel import SCHEDULES, V_SHAPED
-from tests.helpers import frozen
+from tests.helpers import frozen, late_weights
 from tests.helpers.fusions import force
 from tests.helpers.training import STEPS, routes, train_in_process
 
@@ -323,6 +323,7 @@ TOGETHER = [
     layout(tp=2, dp=2, sp=True, recompute=FULL, **MUON, **QK_CLIP, **{**LLAMA, **MULTI_QUERY}),
     layout(pp=4, schedule="zb-h1", num_layers=6, pipeline_layout="2,1,2,1", global_batch_size=3),
     layout(pp=2, dp=2, zero=2, schedule="v-half", pipeline_layout="1,2,1,1", num_layers=5, **LLAMA),
+    layout(pp=2, dp=2, zero=2, schedule="interleaved", pieces=late_weights.__file__),
     layout(cp=2, recompute=SELECTIVE, packed=True, micro_batch_size=2, **DOCUMENTS, **LLAMA),
     layout(cp=4, **BOTH, **FAMILIES["qwen3"], reset_attention_mask=True),
     # The components of gpt-1t-frontier, with a different rank order.
