@@ -53,10 +53,12 @@ def _pipeline(config: Sections) -> Problems:
             "interleaved chunks need a --pipeline-model-parallel-size of at least 2: drop the "
             "interleaving"
         )
-    yield from _schedule(config)
 
 
+@check("num_layers", "pipeline_model_parallel_size", "pipeline_schedule")
 def _schedule(config: Sections) -> Problems:
+    if any(_pipeline.problems(config)):
+        return  # the number of chunks is not known
     parallel = config.parallel
     name = parallel.pipeline_schedule
     chunks = parallel.num_chunks

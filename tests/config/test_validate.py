@@ -57,7 +57,9 @@ CASES = """
 --num-layers-per-virtual-pipeline-stage 2 => --pipeline-model-parallel-size => --pipeline-model-parallel-size 2
 --pipeline-model-parallel-size 2 --pipeline-layout 3,4 => 3,4 | 7 | 8 => --pipeline-layout 3,5
 --pipeline-model-parallel-size 2 --pipeline-layout 3,3,2 => 3 stages | 2 => --pipeline-layout 4,4
---pipeline-model-parallel-size 2 --pipeline-layout 8,0 => 8,0 => --pipeline-layout 7,1
+--pipeline-model-parallel-size 2 --pipeline-layout 8,0 --pipeline-schedule v-half => 8,0 => --pipeline-layout 4,2,1,1
+--pipeline-model-parallel-size 2 --pipeline-schedule v-half --enable-zbh1-pipeline \
+    => v-half | --enable-zbh1-pipeline => --enable-zbh1-pipeline -
 --pipeline-model-parallel-size 2 --pipeline-layout a => 'a' => --pipeline-layout '1, 7'
 --pipeline-model-parallel-size 2 --pipeline-layout 4,4 --num-layers-per-virtual-pipeline-stage 2 \
     => --num-layers-per-virtual-pipeline-stage => --pipeline-layout 2,2,2,2
