@@ -216,7 +216,7 @@ DIRECT: Mapping[str, Direct] = {
     "--pp-algorithm": _choice(
         "use --pipeline-schedule",
         {
-            "1f1b": {},
+            "1f1b": {"pipeline_schedule": "1f1b"},
             "1f1b-interleaved": {},  # Primus' default, even with one chunk
             "zero-bubble": {"pipeline_schedule": "zb-h1"},
             "zero-bubble-heuristic": {"pipeline_schedule": "zb-h1"},

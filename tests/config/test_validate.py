@@ -60,6 +60,8 @@ CASES = """
 --pipeline-model-parallel-size 2 --pipeline-layout 8,0 --pipeline-schedule v-half => 8,0 => --pipeline-layout 4,2,1,1
 --pipeline-model-parallel-size 2 --pipeline-schedule v-half --enable-zbh1-pipeline \
     => v-half | --enable-zbh1-pipeline => --enable-zbh1-pipeline -
+--pipeline-model-parallel-size 2 --pp-algorithm 1f1b --num-layers-per-virtual-pipeline-stage 2 \
+    => 1f1b | one chunk => --num-layers-per-virtual-pipeline-stage -
 --pipeline-model-parallel-size 2 --pipeline-layout a => 'a' => --pipeline-layout '1, 7'
 --pipeline-model-parallel-size 2 --pipeline-layout 4,4 --num-layers-per-virtual-pipeline-stage 2 \
     => --num-layers-per-virtual-pipeline-stage => --pipeline-layout 2,2,2,2
