@@ -1,13 +1,11 @@
-"""Recipes for Frontier fit, their ranks fit together, and pages say what tools print."""
+"""Recipes for Frontier fit, and pages say what tools print."""
 
 import re
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from megatron.config.command_line import parse_plan
-from megatron.errors import ConfigError
 from megatron.planner.cluster import load_cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.placement import choose_placement
@@ -31,10 +29,6 @@ BY_HAND = {
     "1T paper": (512, 320),
     "1T frontier": (256, 160),
 }
-# Sequences per step in the paper's experiments, by model: weak scaling per replica of its layout,
-# strong scaling in total.
-WEAK = {"175B": 640, "1T": 1600}
-STRONG = {"175B": 8000, "1T": 8016}
 
 
 @pytest.fixture(autouse=True)
@@ -61,53 +55,6 @@ def test_a_recipe_resolves_on_its_nodes_and_fits(recipe):
     peak = max(rank.total for rank in memory_of_ranks(config))
     assert peak < 0.8 * cluster.memory_gib * GIB, "a fifth and more is left for what is not counted"
     assert recipe.nodes <= cluster.nodes and recipe.nodes * 8 == config.parallel.world_size
-
-
-# -- batches that replicas can share ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("model", "nodes"), [("175B", (8, 16, 32, 64, 128)), ("1T", (64, 128, 192, 256, 320, 384))]
-)
-@pytest.mark.parametrize("kind", ["", "-frontier"])
-def test_batches_of_the_scaling_experiments_are_legal(model, nodes, kind):
-    """Batches of the scaling experiments are legal. Weak scaling has a fixed number per 64 (512)
-    GCDs. Strong scaling has one total where it divides into the replicas, and an error elsewhere.
-    """
-    preset = f"gpt-{model.lower()}{kind}"
-    for n in nodes:
-        per = n * 8 // (64 if model == "175B" else 512)
-        weak = plan(preset, n, "--global-batch-size", str(WEAK[model] * per))
-        assert (
-            weak.batch.global_batch_size
-            == weak.num_micro_batches() * weak.parallel.data_parallel_size
-        )
-        replicas = weak.parallel.data_parallel_size
-        strong = ["--global-batch-size", str(STRONG[model])]
-        if STRONG[model] % replicas == 0:
-            assert plan(preset, n, *strong).num_micro_batches() == STRONG[model] // replicas
-        else:
-            with pytest.raises(ConfigError, match=rf"= {replicas}\b"):
-                plan(preset, n, *strong)
-
-
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if "scaling" not in r.note], ids=name_of)
-def test_every_rank_of_a_recipe(recipe):
-    """Tensor-parallel groups are neighbours in a node; each replica has every layer once."""
-    config = parse_plan(recipe.argv())
-    rows = list(rank_rows(config, choose_placement(config, load_cluster("frontier"))))
-    assert [row.rank for row in rows] == list(range(recipe.nodes * 8))
-    assert len({(row.tp, row.dp, row.pp) for row in rows}) == len(rows)
-    assert len({(row.node, row.device) for row in rows}) == len(rows)
-    layers = defaultdict(list)
-    groups = defaultdict(set)
-    for row in rows:
-        assert (row.node, row.nic) == (row.rank // 8, f"hsn{row.device // 2}")
-        layers[row.dp, row.tp] += [layer for chunk in row.chunks for layer in chunk]
-        neighbours = row.device // config.parallel.tensor_model_parallel_size
-        groups[row.dp, row.pp].add((row.node, neighbours))
-    assert all(sorted(each) == [*range(config.model.num_layers)] for each in layers.values())
-    assert all(len(places) == 1 for places in groups.values())
 
 
 # -- the scripts and the document ------------------------------------------------------------------

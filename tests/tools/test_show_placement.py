@@ -1,6 +1,7 @@
 """tools/show_placement.py: its output, its table, and its exit code."""
 
 import csv
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -36,3 +37,9 @@ def test_rank_table(run, tmp_path):
     assert [int(row["rank"]) for row in rows] == list(range(256))
     assert {row["layers"] for row in rows} == {f"{6 * n}-{6 * n + 5}" for n in range(16)}
     assert len({(row["tp"], row["dp"], row["pp"]) for row in rows}) == 256
+    modules = defaultdict(set)  # pairs of devices of each tensor-parallel group, by node
+    for row in rows:
+        device = int(row["device"])
+        assert (row["node"], row["nic"]) == (str(int(row["rank"]) // 8), f"hsn{device // 2}")
+        modules[row["dp"], row["pp"], row["node"]].add(device // 2)
+    assert len(modules) == 256 / 4 and all(len(pairs) == 2 for pairs in modules.values())

@@ -62,26 +62,11 @@ def watch(folder, clock, changes):
     flight._clock = clock
     recorder = flight.FlightRecorder()
     recorder.describe(0, os.getpid(), "n:cpu")
-    shared = SimpleNamespace(states=lambda: [flight.FlightState.read(recorder.buffer)])
-    meeting = SimpleNamespace(
-        on_inquiry=None,
-        judged=threading.Event(),
-        flight_file=shared,
-        server=0,
-        store=None,
-    )
-    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"), flight=recorder)
-    dog = Watchdog(
-        meeting,
-        topology,
-        30.0,
-        folder,
-        first_s=300.0,
-        clock=clock,
-        sleep=clock.sleep,
-        trace=lambda: b"NCCL",
-    )
-    dog.patient = False
+
+    def states():
+        return [flight.FlightState.read(recorder.buffer)]
+
+    dog = watchdog(folder, clock, Layout(), recorder, states, trace=lambda: b"NCCL")
     acts = {
         "alive": recorder.alive,
         "first": lambda: setattr(dog, "patient", True),
