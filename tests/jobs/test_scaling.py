@@ -58,12 +58,6 @@ def test_warm_up_and_smaller_batches_do_not_count(tmp_path):
     assert (result.step_s, result.steady) == (430.0, 2) and result.valid
 
 
-def test_skipped_steps_are_counted_and_left_out(tmp_path):
-    config = settings("22b", 1, 8, 1, 640)
-    result = measure(tmp_path / "a", records(config, [500.0, 400.0, 300.0, 420.0], skipped=[1, 3]))
-    assert result.valid and (result.skipped, result.steady, result.step_s) == (2, 2, 410.0)
-
-
 def longer_than_the_clock_says(written):
     written[3]["time"] = 1e9 + 845.0
 

@@ -9,8 +9,10 @@ from torch.nn.functional import cross_entropy
 
 from megatron.config import Config
 from megatron.data.sampler import Separation, make_micro_batch
+from megatron.kernels.choose import ALL, Fusions
 from megatron.model.gpt import hidden_state
 from megatron.parallel.sharding import sharding_of
+from tests.helpers.fusions import force
 from tests.helpers.tiny import one_stage
 from tests.parity.cases import BLOCK, CHEAP, FULL2, LLAMA, SELECTIVE
 
@@ -156,7 +158,11 @@ def test_padding_changes_no_number():
     ("fields", "documents"),
     [({}, False), (LLAMA, True), (dict(apply_residual_connection_post_layernorm=True), False)],
 )
-def test_recomputation_repeats_every_bit_with_dropout_on(recompute, fields, documents):
+@pytest.mark.parametrize("fusions", [Fusions(), ALL], ids=["plain", "fused"])
+def test_recomputation_repeats_every_bit_with_dropout_on(
+    monkeypatch, fusions, recompute, fields, documents
+):
+    force(monkeypatch, fusions)
     fields = dict(hidden_dropout=0.3, attention_dropout=0.2, **fields)
     segments = [np.array([6, 1, 4, 6]), np.array([9, 5])]
     batch = make_micro_batch(tokens().numpy(), segments=segments if documents else None)
