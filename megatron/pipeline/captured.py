@@ -302,6 +302,7 @@ class Slot:
         self._root: Tensor
         self._gradient: list[Tensor] = []  # see Root
         self._deferred: list[Callable[[], None]] = []
+        self._of_output: Tensor | None = None  # the output's gradient, if passes are split
         self._eager = False  # whether the last backward pass ran eagerly
         self.loss: Tensor | None = None
 
@@ -328,23 +329,30 @@ class Slot:
         else:
             self._stage.output.copy_(output.detach())
 
-    def backward(self, gradient: Tensor, eager: bool) -> Tensor | None:
+    def backward(self, gradient: Tensor, eager: bool, split: bool) -> Tensor | None:
         """Run the backward pass from the output's gradient; return the input's gradient.
 
         eager  run it operator by operator, through the graph of the recorded forward pass
+        split  leave the weight gradients to `later`: an order may do so for some passes only
         """
         stage = self._stage
         self._eager = eager
-        stage.gradient.copy_(gradient)
+        of_output = stage.gradient
+        if split:  # the weight gradients read it later, when other slots have used the stage's
+            if self._of_output is None:
+                self._of_output = torch.empty_like(of_output)
+            of_output = self._of_output
+        of_output.copy_(gradient)
+        run = partial(self._backward, of_output)
         if eager:
-            self._backward()
+            run()
         else:
-            self._run("backward pass", self._backward)
+            self._run("first half of the backward pass" if split else "backward pass", run)
         return None if stage.gradient_of_input is None else stage.gradient_of_input.clone()
 
-    def _backward(self) -> None:
+    def _backward(self, of_output: Tensor) -> None:
         if self._root.requires_grad:  # a chunk may be frozen
-            self._gradient.append(self._stage.gradient)
+            self._gradient.append(of_output)
             torch.autograd.backward(self._root, retain_graph=True)
         of_input = self._stage.gradient_of_input
         if of_input is None or self._hidden is None:

@@ -315,7 +315,8 @@ class _Pass:
     def _repeat_backward(self, slot: Slot, gradient: Tensor, instruction: Instruction) -> None:
         op, stage, index = instruction
         assert self._captures is not None, "a slot belongs to recorded passes"
-        gradient_of_input = slot.backward(gradient, self._captures.eager(stage, index))
+        eager = self._captures.eager(stage, index)
+        gradient_of_input = slot.backward(gradient, eager, op is Op.BACKWARD_INPUT)
         if gradient_of_input is not None:
             self._gradients[stage, index] = gradient_of_input
         if slot.loss is not None:

@@ -55,7 +55,9 @@ IN_BLOCKS = dict(fused=True, **BLOCKED, **DROPOUT)
 CASES = [
     layout(micro_batch_size=2, recompute=CHEAP, **IN_BLOCKS),
     layout(pp=2),
-    layout(pp=2, schedule="v-half", **IN_BLOCKS),
+    # weight gradients wait while other micro-batches run; and only some passes are split
+    layout(pp=2, schedule="zb-v", **IN_BLOCKS),
+    layout(pp=2, schedule="dualpipev"),
 ]
 CAMPAIGN = [
     layout(tp=2, sp=True, bf16=True, fused=True, **UNFUSED, **DROPOUT),
@@ -78,7 +80,8 @@ CAMPAIGN = [
     layout(tp=2, pp=2, schedule="interleaved", recompute=SELECTIVE, **IN_BLOCKS),
     layout(pp=2, dp=2, schedule="zb-h1", recompute=CHEAP),
     layout(pp=2, schedule="zb-h1", **IN_BLOCKS),
-    layout(pp=2, schedule="dualpipev", bf16=True),
+    layout(pp=4, schedule="zb-h1"),
+    layout(pp=2, schedule="v-half", bf16=True),
     layout(pp=4, schedule="interleaved"),
 ]
 
