@@ -19,19 +19,13 @@ def refused(outcome):
     assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, outcome
 
 
-def test_a_run_at_its_end_and_a_damaged_checkpoint(tmp_path):
+def test_a_run_at_its_end(tmp_path):
     for _ in range(2):
         (alone,) = launch(1, [*TINY, "--save", str(tmp_path), "--load", str(tmp_path)])
         # One process is no mistake: torch's warning about it must not reach the user.
         assert alone is not None and alone.code == 0 and "UserWarning" not in alone.output, alone
     assert "iteration 4 of 4" in alone.output  # nothing is left to train
     assert [r["iteration"] for r in read_records(tmp_path / "metrics.jsonl", "checkpoint")] == [4]
-    file = next((tmp_path / "iter_0000004").glob("*.distcp"))
-    assert file.stat().st_size > 1000
-    os.truncate(file, 1000)
-    for outcome in launch(2, [*TINY, "--load", str(tmp_path), "--train-iters", "5"]):
-        refused(outcome)
-        assert f"{file} has 1000 bytes" in outcome.output
 
 
 def test_a_folder_that_another_run_saves_to_is_refused_on_every_rank(tmp_path):
