@@ -54,6 +54,10 @@ class CaseCost:
     exact: Implementation | None = None  # what to compare ours with, instead of torch's
 
 
+Prepare = Callable[[Shape, torch.device, torch.dtype], CaseCost]
+Moved = Callable[[Shape, int], tuple[float, float]]
+
+
 @dataclass(frozen=True)
 class Operator:
     """Fused operator.
@@ -64,8 +68,8 @@ class Operator:
     """
 
     fusion: str | None  # the field of megatron.kernels.choose.Fusions; None: it is in none
-    prepare: Callable[[Shape, torch.device, torch.dtype], CaseCost]
-    moved: Callable[[Shape, int], tuple[float, float]]
+    prepare: Prepare
+    moved: Moved
     host: tuple[Shape, Shape]  # GPT-2 124M's, and a large model's
     gpu: tuple[Shape, ...]
 
@@ -74,7 +78,7 @@ def elements(shape: Shape) -> int:
     return math.prod(shape)
 
 
-def _times(forward: float, backward: float) -> Callable[[Shape, int], tuple[float, float]]:
+def _times(forward: float, backward: float) -> Moved:
     """Return Operator.moved for passes that move so many times the elements of the shape."""
     return lambda shape, e: (forward * elements(shape) * e, backward * elements(shape) * e)
 
@@ -196,7 +200,7 @@ def _dots(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
 # ---- norms of [rows, h] --------------------------------------------------------------------------
 
 
-def _norm(rms: bool, add: bool = False) -> Callable[[Shape, torch.device, torch.dtype], CaseCost]:
+def _norm(rms: bool, add: bool = False) -> Prepare:
     def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
         width = shape[-1:]
         inputs = [_leaf(shape, device, dtype) for _ in range(1 + add)]
@@ -258,7 +262,7 @@ _ACTIVATIONS: dict[str, Implementation] = {
 }
 
 
-def _activation(kind: str) -> Callable[[Shape, torch.device, torch.dtype], CaseCost]:
+def _activation(kind: str) -> Prepare:
     def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
         width = shape[-1] * (2 if kind == "swiglu" else 1)
         x = _leaf((*shape[:-1], width), device, dtype)
@@ -511,7 +515,7 @@ def _adamw(
     return CaseCost((), update, step, comparable=False)
 
 
-def _adamw_bytes(more: int = 0) -> Callable[[Shape, int], tuple[float, float]]:
+def _adamw_bytes(more: int = 0) -> Moved:
     """Return Operator.moved for 28 + `more` bytes per element, plus the 16-bit copy."""
     return lambda shape, e: ((28 + more + (e if e < 4 else 0)) * elements(shape), 0)
 
@@ -521,7 +525,7 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     return torch.stack([t.double().square().sum() for t in tensors]).sum()
 
 
-def _norm_of(scales: bool) -> Callable[[Shape, torch.device, torch.dtype], CaseCost]:
+def _norm_of(scales: bool) -> Prepare:
     """Return Operator.prepare for the norm of tensors, which are scaled first or only read."""
 
     def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:

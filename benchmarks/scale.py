@@ -14,6 +14,7 @@ the peak.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -23,19 +24,21 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from operator import add
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shared import ROOT, parser
 
+if TYPE_CHECKING:
+    from megatron.parallel.sharding import Sharding
+
 TENSOR = 8
 PIPELINE = 64
 LAYERS = 128
-HIDDEN = 25600
 VOCABULARY = 51200
-SEQUENCE = 2048
 DATA = (6, 147)
 MICRO_BATCHES = 1600
 Row = tuple[str, float, float, float]  # what, seconds, MiB kept, MiB at the peak
@@ -201,39 +204,24 @@ def rendezvous(data: int, repeat: int) -> list[Row]:
     return [row]
 
 
-def stage_parameters(
-    tensor: int, stage: int
-) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int | None, bool]]:
-    """List (name, shape, shard's shape, sharded dimension, weight decay) of a stage of 1T."""
-    h = HIDDEN
-    layer: list[tuple[str, tuple[int, ...], int | None]] = [
-        ("input_norm.weight", (h,), None),
-        ("input_norm.bias", (h,), None),
-        ("attention.query_key_value.weight", (3 * h, h), 0),
-        ("attention.query_key_value.bias", (3 * h,), 0),
-        ("attention.projection.weight", (h, h), 1),
-        ("attention.projection.bias", (h,), None),
-        ("mlp_norm.weight", (h,), None),
-        ("mlp_norm.bias", (h,), None),
-        ("mlp.up.weight", (4 * h, h), 0),
-        ("mlp.up.bias", (4 * h,), 0),
-        ("mlp.down.weight", (h, 4 * h), 1),
-        ("mlp.down.bias", (h,), None),
-    ]
-    per_stage = LAYERS // PIPELINE
-    parameters: list[tuple[str, tuple[int, ...], int | None]] = []
-    if stage == 0:
-        parameters.append(("word_embeddings", (VOCABULARY, h), 0))
-        parameters.append(("position_embeddings", (SEQUENCE, h), None))
-    for number in range(stage * per_stage, (stage + 1) * per_stage):
-        parameters += [(f"layers.{number}.{name}", shape, dim) for name, shape, dim in layer]
-    if stage == PIPELINE - 1:
-        parameters += [("final_norm.weight", (h,), None), ("final_norm.bias", (h,), None)]
-    rows = []
-    for name, shape, dim in parameters:
-        local = tuple(n // TENSOR if d == dim else n for d, n in enumerate(shape))
-        rows.append((name, shape, local, dim, len(shape) > 1))
-    return rows
+@functools.cache
+def stage_parameters(tensor: int, stage: int) -> list[Sharding]:
+    """List the records of a rank's parameters; allocates no memory."""
+    import torch
+
+    from megatron.config import Config
+    from megatron.model.gpt import build_chunks
+    from megatron.parallel.layout import Layout
+    from megatron.parallel.sharding import sharding_of
+    from megatron.parallel.topology import Topology
+
+    layout = Layout(TENSOR, PIPELINE)
+    sizes = dict(tensor_model_parallel_size=TENSOR, pipeline_model_parallel_size=PIPELINE)
+    config = Config.create("gpt-1t", **sizes, vocab_size=VOCABULARY, world_size=layout.world_size)
+    rank = layout.rank(tensor=tensor, data=0, pipeline=stage)
+    topology = Topology.from_layout(layout, rank, device=torch.device("meta"))
+    records = [sharding_of(p) for p in build_chunks(config, topology).parameters()]
+    return [s for s in records if not s.tied or stage == 0]  # the last stage has a copy
 
 
 def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any]:
@@ -246,24 +234,22 @@ def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any
     stored: dict[str, Any] = {}
     at_byte = 0
     for decays in (True, False):
-        group = [p for p in parameters if p[4] == decays]
-        each = -(-sum(math.prod(p[2]) for p in group) // data)
+        group = [s for s in parameters if s.decay == decays]
+        each = -(-sum(s.elements for s in group) // data)
         low = data_rank * each
         at = 0
-        for name, shape, local, dim, _ in group:
-            size = math.prod(local)
+        for s in group:
+            size = s.elements
             local_boxes = boxes(
-                min(max(low - at, 0), size), min(max(low + each - at, 0), size), local
+                min(max(low - at, 0), size), min(max(low + each - at, 0), size), s.shape
             )
             at += size
-            if not local_boxes or (dim is None and tensor):
+            if not local_boxes or (s.dim is None and tensor):
                 continue
             for kind in ("master", "exp_avg", "exp_avg_sq"):
                 rows = []
                 for offset, sizes in local_boxes:
-                    offsets = tuple(
-                        o + tensor * local[d] * (d == dim) for d, o in enumerate(offset)
-                    )
+                    offsets = tuple(map(add, s.offset, offset))
                     length = 4 * math.prod(sizes) + 1200
                     rows.append(
                         Shard(
@@ -271,7 +257,8 @@ def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any
                         )
                     )
                     at_byte += length
-                stored[f"{kind}.{name}"] = {"shape": shape, "dtype": "float32", "boxes": rows}
+                shards = {"shape": s.global_shape, "dtype": "float32", "boxes": rows}
+                stored[f"{kind}.{s.name}"] = shards
     return stored
 
 
@@ -324,9 +311,9 @@ def checkpoint(data: int, repeat: int) -> list[Row]:
         size = sum(p.stat().st_size for p in folder.iterdir()) / 2**20
         rows.append((f"files of boxes: {len(list(folder.iterdir()))}, MiB in all", 0.0, size, size))
         names = [
-            f"{kind}.{p[0]}"
+            f"{kind}.{s.name}"
             for kind in ("master", "exp_avg", "exp_avg_sq")
-            for p in stage_parameters(3, 31)
+            for s in stage_parameters(3, 31)
         ]
         row, _ = measured(
             "load: a rank reads where its boxes are",

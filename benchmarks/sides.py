@@ -120,21 +120,13 @@ def our_arguments(case: WorkloadCase, side: Side, steps: int) -> list[str]:
 
 def peer_task(case: WorkloadCase, side: Side, steps: int, output: Path) -> dict[str, object]:
     """Return the first argument of a peer: the fields of benchmarks/peers/common.Task."""
+    sizes = "layers hidden heads vocabulary sequence micro_batch tensor pipeline dtype device"
     return dict(
-        layers=case.layers,
-        hidden=case.hidden,
-        heads=case.heads,
-        vocabulary=case.vocabulary,
-        sequence=case.sequence,
-        micro_batch=case.micro_batch,
+        {name: getattr(case, name) for name in sizes.split()},
         accumulation=case.micro_batches,
-        dtype=case.dtype,
         steps=steps,
         output=str(output),
-        tensor=case.tensor,
-        pipeline=case.pipeline,
         chunks=side.chunks,
-        device=case.device,
         compiled=side.compiled,
         defaults=side.defaults,
     )

@@ -58,11 +58,7 @@ def zero(file: Path, chance: random.Random) -> str:
 
 
 KINDS: dict[str, Callable[[Path, random.Random], str]] = {
-    "flip": flip,
-    "cut": cut,
-    "empty": empty,
-    "lose": lose,
-    "zero": zero,
+    kind.__name__: kind for kind in (flip, cut, empty, lose, zero)
 }
 
 

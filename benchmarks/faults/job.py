@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron.planner.subprocesses import reserve_port
@@ -133,12 +132,7 @@ class FaultJob:
     def __enter__(self) -> FaultJob:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self.processes:
             process.send_signal(signal.SIGCONT)  # if it was stopped
             process.__exit__()
@@ -177,7 +171,7 @@ class FaultJob:
         """Return the exit codes of all ranks. Kills all and raises Overdue after `timeout_s`."""
         if not self.wait_for_end(range(len(self.processes)), timeout_s):
             left = [rank for rank, code in enumerate(self.codes) if code is None]
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise Overdue(
                 f"ranks {left} did not end within {timeout_s:.0f} s:\n{self.tail(left[0])}"
             )

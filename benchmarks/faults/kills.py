@@ -126,7 +126,7 @@ def campaign(
         count = share + (number < rest) if total else None
         if count == 0:
             continue
-        outcome = run_chain(chain, count, folder / str(number), chance, say)
+        outcome = _Running(chain, count, folder / str(number), chance, say).run()
         lost = outcome.lost or [0]
         notes = (
             f"lost {sum(lost) / len(lost):.1f} steps on average, {max(lost)} at most, a save "
@@ -136,19 +136,8 @@ def campaign(
         yield JobOutcome(what, notes, tuple(outcome.wrong))
 
 
-def run_chain(
-    chain: Chain,
-    kills: int | None,
-    folder: Path,
-    chance: random.Random,
-    say: Callable[[str], None] = lambda _: None,
-) -> ChainOutcome:
-    """Kill a training at `kills` points (None: all), let it finish, check its losses."""
-    return _Running(chain, kills, folder, chance, say).run()
-
-
 class _Running:
-    """A chain in progress."""
+    """A training that is killed at `kills` points (None: all) and may then finish."""
 
     def __init__(
         self,

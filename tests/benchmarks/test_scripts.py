@@ -119,8 +119,8 @@ def test_a_fault_is_found_to_lose_nothing(run, tmp_path):
 def test_the_large_model_has_a_trillion_parameters():
     """12 h^2 per layer and h per word, the rest below a thousandth (arXiv 2104.04473, section 5.1)."""
     ranks = (scale.stage_parameters(0, stage) for stage in range(scale.PIPELINE))
-    parameters = sum(math.prod(shape) for rank in ranks for _, shape, *_ in rank)
-    expected = 12 * scale.LAYERS * scale.HIDDEN**2 + scale.VOCABULARY * scale.HIDDEN
+    parameters = sum(math.prod(record.global_shape) for rank in ranks for record in rank)
+    expected = 12 * 128 * 25600**2 + scale.VOCABULARY * 25600
     assert expected == pytest.approx(parameters, rel=1e-3) and parameters > 1e12
 
 
