@@ -234,12 +234,14 @@ def pipeline_layers(a):
     ]
 
 
-def initialise(model, seed=3):
-    """Draw each parameter with a seed from its name, so that no two are equal."""
+def drawn(a, seed=3):
+    """Return a model whose parameters have seeds from their names, so that no two are equal."""
+    model = GPTModel(a)
     for name, p in sorted(model.named_parameters()):
         generator = torch.Generator().manual_seed(seed + sum(map(ord, name)) % 997)
         gain = 1.0 if p.dim() == 1 and "bias" not in name else 0.0
         p.data.copy_(gain + 0.15 * torch.randn(p.shape, generator=generator))
+    return model
 
 
 def groups(model):

@@ -106,8 +106,7 @@ def without_pipeline(topology, root, style, precision):
     weights after the third step.
     """
     a = megatron_deepspeed.arguments(style, iteration=2)
-    model = megatron_deepspeed.GPTModel(a)
-    megatron_deepspeed.initialise(model)
+    model = megatron_deepspeed.drawn(a)
     engine = start(topology, model, configuration(precision, topology.data.size, 2))
     for step in range(2):
         one_step(engine, 2, step, topology, a.vocab_size)
@@ -131,8 +130,7 @@ def over_tensor_ranks(topology, root, style, precision):
     a = megatron_deepspeed.arguments(
         style, iteration=2, tensor_model_parallel_size=2, padded_vocab_size=64
     )
-    model = megatron_deepspeed.GPTModel(a)
-    megatron_deepspeed.initialise(model)
+    model = megatron_deepspeed.drawn(a)
     megatron_deepspeed.cut(model, a, topology.tensor.rank, 2)
     engine = start(
         topology,
@@ -208,8 +206,7 @@ def over_stages(rank, root, precision):
     for layer in model.forward_funcs:
         if isinstance(layer, torch.nn.Module):
             layer.forward = functools.partial(megatron_deepspeed.push, layer)
-    full_model = megatron_deepspeed.GPTModel(a)
-    megatron_deepspeed.initialise(full_model)
+    full_model = megatron_deepspeed.drawn(a)
     values = dict(full_model.named_parameters())
     for name, p in model.named_parameters():
         p.data = megatron_deepspeed.shard_of(

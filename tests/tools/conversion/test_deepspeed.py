@@ -140,8 +140,7 @@ def test_twelve_data_parallel_ranks(tmp_path):
 def test_bf16_over_tensor_ranks(folder, wrote, ours_has):
     """The whole state equals that of torch's AdamW on the whole model with the same gradients."""
     a = megatron_deepspeed.arguments("mixed")
-    model = megatron_deepspeed.GPTModel(a)
-    megatron_deepspeed.initialise(model)
+    model = megatron_deepspeed.drawn(a)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.bfloat16().float())  # DeepSpeed makes its masters of the bf16 weights

@@ -16,8 +16,7 @@ from tests.tools.conversion.full_tensors import check_tensors, converted, planne
 
 
 def whole_model(a, seed):
-    model = megatron_deepspeed.GPTModel(a)
-    megatron_deepspeed.initialise(model, seed)
+    model = megatron_deepspeed.drawn(a, seed)
     return {
         name.removeprefix("language_model."): p.detach() for name, p in model.named_parameters()
     }
