@@ -29,7 +29,7 @@ from megatron.layers.context import ParameterFactory, normal
 from megatron.layers.positions import Alibi, Documents, alibi_slopes
 from megatron.layers.ring_flash import Flash
 from megatron.model.gpt import build_chunks
-from megatron.parallel.keyed_random import dropout_mask, seeded
+from megatron.parallel.keyed_random import seeded
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Group, Topology
 from tests.engine.test_offload import assert_offloading_changes_nothing
@@ -342,18 +342,6 @@ def test_a_ring_of_one_place(monkeypatch, backend, groups, documents):
     case = attention_case(groups, False, documents)
     expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"))
     close(run_attention(attend, case, torch.bfloat16, DEVICE), expected, 2e-2)
-
-
-def test_a_mask_is_a_function_of_its_key():
-    like = torch.empty(1000, 1000, device=DEVICE, dtype=torch.bfloat16)
-    before = torch.cuda.get_rng_state(DEVICE)
-    first, same, other = (dropout_mask(like, 0.25, seed) for seed in (5, 5, 6))
-    assert torch.equal(first, same) and not torch.equal(first, other)
-    # Standard deviation of the share: sqrt(0.25 * 0.75 / 1e6) = 4.3e-4.
-    assert first.float().mean().item() == pytest.approx(0.75, abs=5 * 4.4e-4)
-    assert torch.equal(torch.cuda.get_rng_state(DEVICE), before), (
-        "the default generator must not move"
-    )
 
 
 @pytest.mark.parametrize("core", ["torch", "flash"])
