@@ -155,7 +155,8 @@ class Option:
             )
         if self.has_none and texts[0].lower() == "none":
             return None
-        return self.accept(self._parse_one(texts[0]))
+        value = self._parse_one(texts[0])
+        return None if value is None else self.accept(value)  # None: a word that leaves it unset
 
     def _parse_one(self, text: str) -> object:
         if self.kind is bool:

@@ -64,6 +64,7 @@ class ParallelConfig:
         "node that has any of its experts, and from there to their ranks. 1: directly to their "
         "ranks. auto: the faster of both on --cluster.",
         PROCESSES,
+        metavar="N|auto",
         value_names={"auto": None},
         derived="the faster of both with --cluster, else the number on the launcher's nodes, or 1 "
         "if nodes divide the groups unevenly",

@@ -94,7 +94,7 @@ CASES = """
     => --attention-dropout 0.1 | --reset-attention-mask | a2a => --cp-comm-type a2a
 --world-size 4 --expert-model-parallel-size 2 => --expert-model-parallel-size => --expert-model-parallel-size 1
 --world-size 4 --num-experts 4 --expert-model-parallel-size 4 --expert-ranks-per-node 3 \
-    => --expert-ranks-per-node 3 | 4 => --expert-ranks-per-node 2
+    => --expert-ranks-per-node 3 | 4 => --expert-ranks-per-node auto
 --world-size 2 --micro-batch-size 2 --global-batch-size 14 \
     => --global-batch-size 14 | 12 or 16 => --global-batch-size 16
 --world-size 8 --global-batch-size 4 => 8 | 4 => --world-size 4
