@@ -54,7 +54,7 @@ EPILOG = """\
 A LAYOUT is a list such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective. Names and values:
 
   nodes, gbs (global batch), tp, pp, cp, chunks, mbs (micro-batch)
-  ep, etp        expert-parallel size; number of ranks over which each expert is divided
+  ep, etp        expert-parallel size; number of ranks over which each expert is divided (1: none is)
   schedule       1f1b, interleaved, zb-h1, zb-v, v-half, v-min, dualpipev (only on request)
   sp             sequence parallelism: on, off
   overlap        of tensor-parallel messages: on, off
@@ -63,7 +63,8 @@ A LAYOUT is a list such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective. Names 
                  state: a number, node, world
   offload        optimizer state in host memory: on, off
   recompute      none, selective[:MODULE+MODULE], full[:uniform|block[:LAYERS]]
-  epn            ranks of an expert-parallel group on each node, to which tokens go over the node; 1: directly
+  epn            way of tokens to experts on other nodes: ranks of an expert-parallel group on each
+                 node, for sending over nodes; 1: directly to ranks
   order          rank order
   devices        device order within a node: 0-1-6-7-2-3-4-5
 

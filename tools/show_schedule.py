@@ -27,10 +27,18 @@ from megatron.untrusted import is_count, read_json
 
 _TIME = real(least=0)
 _MOST_BYTES = 1 << 27
+_LETTERS = """\
+F3.1 is a pass of micro-batch 3 in the rank's chunk 1; with one chunk, F3. F: forward, B: backward,
+I and W: the halves of a split backward pass, for the gradients of inputs and of weights. Dots are
+waits. With --instructions, SF and SB send an output and a gradient, RF and RB receive them. An
+activation is that of one micro-batch in one chunk, kept until its weight gradients: with two
+chunks per rank it is half of one with a single chunk."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(description="Show a pipeline schedule as text, and as a plot with --plot.")
+    parser = Parser(
+        description="Show a pipeline schedule as text, and as a plot with --plot.", epilog=_LETTERS
+    )
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument(
         "--pipeline-size",
@@ -153,7 +161,7 @@ def text_lanes(schedule: Schedule, timeline: ScheduleTimeline) -> str:
 
 def report(schedule: Schedule, timeline: ScheduleTimeline) -> str:
     def row(what: str, values: tuple[int, ...]) -> str:
-        return f"{what:<28}" + " ".join(f"{value:>4}" for value in values)
+        return f"{what:<32}" + " ".join(f"{value:>4}" for value in values)
 
     messages = sum(i.op in SENDS for instructions in schedule for i in instructions)
     return "\n".join(
@@ -161,8 +169,8 @@ def report(schedule: Schedule, timeline: ScheduleTimeline) -> str:
             f"makespan {timeline.makespan:g}, bubble {timeline.bubble_fraction:.1%}, {messages} "
             "messages",
             row("rank", tuple(range(len(schedule)))),
-            row("live activations at most", peak_activations(schedule)),
-            row("receive buffers at most", peak_receives(schedule)),
+            row("activations of a chunk, at most", peak_activations(schedule)),
+            row("receive buffers, at most", peak_receives(schedule)),
         ]
     )
 

@@ -85,7 +85,8 @@ class ParallelConfig:
     pipeline_layout: str | None = option(
         None,
         "Number of layers in each pipeline stage, for example 3,4,4,3. With twice as many numbers "
-        "as pipeline ranks, each rank holds two chunks.",
+        "as pipeline ranks, each rank holds two chunks; in a V the first rank those of the first "
+        "and the last number.",
         metavar="N,N,...",
         flags="--pipeline-layout --num-layer-list",
     )
@@ -101,7 +102,7 @@ class ParallelConfig:
         None,
         "Pipeline schedule. zb-h1, zb-v, v-half, v-min: split backward passes, to fill idle time. "
         "The last three and dualpipev place two chunks on each pipeline rank, in the shape of a V; "
-        "v-half needs half of the activations of 1f1b, v-min a third.",
+        "with many ranks v-half needs half of the activations of 1f1b, v-min a third.",
         choices=SCHEDULES,
         value_names="1f1b-interleaved=interleaved interleaved1f1b=interleaved zbh1=zb-h1 zb1p=zb-h1 "
         "zero-bubble=zb-h1 zbv=zb-v zbv-formatted=zb-v zbvzerobubble=zb-v vhalf=v-half vmin=v-min",

@@ -67,11 +67,12 @@ def _schedule(config: Sections) -> Problems:
         return
     flag = f"--pipeline-schedule {name}"
     if name in V_SHAPED and chunks != 2:
-        yield (
-            f"{flag} has two chunks per pipeline rank, not {chunks}: drop "
-            "--num-layers-per-virtual-pipeline-stage, or give --pipeline-layout "
-            f"{2 * parallel.pipeline_model_parallel_size} counts"
+        remedy = (
+            "drop --num-layers-per-virtual-pipeline-stage"
+            if parallel.pipeline_layout is None
+            else f"give --pipeline-layout {2 * parallel.pipeline_model_parallel_size} counts"
         )
+        yield f"{flag} has two chunks per pipeline rank, not {chunks}: {remedy}"
     elif name == "interleaved" and chunks == 1:
         yield (
             f"{flag} needs several chunks per pipeline rank: add "

@@ -233,10 +233,10 @@ class DispatchChoice(NamedTuple):
     @property
     def words(self) -> str:
         """Return the comparison, and the flag for the other way if that is faster."""
-        ways = "directly to ranks", "over nodes"
+        ways = "directly", "over nodes"
         here, other = ways if self.directly else ways[::-1]
         text = (
-            f"tokens go to experts {here}: {self.seconds:.4g} s a step (predicted); {other} "
+            f"tokens go to their experts' ranks {here}: {self.seconds:.4g} s a step (predicted); {other} "
             f"{self.other_s:.4g} s"
         )
         if self.other_s >= self.seconds:
