@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     made = parser(__doc__)
     add = made.add_argument
     add("--quick", action="store_true", help="one tiny model of each workload, and one round")
-    only = "workloads to run: W0 ... W4, on GPUs G1 ... G3; parts: optimizer, save, kernels"
+    only = "workloads to run: W0 ... W5, on GPUs G1 ... G3; parts: optimizer, save, kernels"
     add("--only", nargs="+", metavar="NAME", help=only)
     minutes = "time for the parts and all rounds (default 10; one round is always run)"
     add("--minutes", type=float, default=10.0, metavar="N", help=minutes)

@@ -156,9 +156,15 @@ def cpu_cases() -> list[WorkloadCase]:
         replace(OURS, name="ours, 1F1B"),
         replace(OURS, name="ours, interleaved", flags=chunked, chunks=3),
         replace(OURS, name="ours, zero-bubble", flags=("--enable-zbh1-pipeline",)),
-        replace(OURS, name="ours, V-half", flags=("--pipeline-schedule", "v-half")),
         replace(MEGATRON_CORE, name="megatron-core, 1F1B"),
         replace(MEGATRON_CORE, name="megatron-core, interleaved", chunks=3),
+    )
+    shapes = (
+        replace(OURS, name="ours, 1F1B"),
+        *(
+            replace(OURS, name=f"ours, {name}", flags=("--pipeline-schedule", name), chunks=2)
+            for name in ("v-half", "v-min")
+        ),
     )
     both = (OURS, EAGER, COMPILED)
     every = (OURS, UNTOUCHED, EAGER, COMPILED, TRANSFORMERS, TRANSFORMERS_DEFAULTS, MEGATRON_CORE)
@@ -199,12 +205,22 @@ def cpu_cases() -> list[WorkloadCase]:
             sides=pipelines,
         ),
         replace(alone, workload="W4", name="DP=2 ZeRO-1", micro_batches=2, data=2, sides=replicas),
+        replace(
+            alone,
+            workload="W5",
+            name="PP=4",
+            layers=8,
+            micro_batch=4,
+            micro_batches=12,
+            pipeline=4,
+            sides=shapes,
+        ),
     ]
 
 
 def quick(case: WorkloadCase) -> WorkloadCase:
     """Return the case with a tiny model, to see that everything runs."""
-    layers = min(case.layers, 6 if case.pipeline > 1 else 2)
+    layers = min(case.layers, 8 if case.pipeline > 1 else 2)
     return replace(
         case, layers=layers, hidden=64, heads=4, vocabulary=512, sequence=case.sequence // 8
     )
