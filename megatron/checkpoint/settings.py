@@ -170,8 +170,8 @@ def check_benchmark(stored: dict[str, Any], config: Config, where: str) -> None:
         flag = all_options()[name].flag
         with_it, remedy = ("with", "add") if before else ("without", "remove")
         raise CheckpointError(
-            f"{where} was trained {with_it} {flag}, and neither does a benchmark continue a training "
-            f"nor the reverse: {remedy} this flag, or start anew from the weights with --finetune"
+            f"{where} was trained {with_it} {flag}, and a benchmark cannot continue a training, nor a "
+            f"training a benchmark: {remedy} this flag, or start anew from the weights with --finetune"
         )
 
 

@@ -146,11 +146,13 @@ def _world(config: Sections) -> Problems:
     elif world // pp % config.parallel.expert_ranks:
         etp = config.parallel.expert_tensor_parallel_size
         stage = math.lcm(tp * cp, etp * ep)
+        whole = etp > 1 and world // pp % ep == 0
         yield (
             f"--expert-tensor-parallel-size {etp} x --expert-model-parallel-size {ep} = "
             f"{etp * ep} does not divide the {world // pp} ranks of a pipeline stage "
-            f"({world} processes, {pp} stages): start {nearest_multiples(world, pp * stage)} "
-            "processes, or change the sizes"
+            f"({world} processes, {pp} stage{'s' * (pp > 1)}): start "
+            f"{nearest_multiples(world, pp * stage)} processes, "
+            f"{'give --expert-tensor-parallel-size 1, ' * whole}or change the sizes"
         )
 
 

@@ -93,6 +93,8 @@ CASES = """
 --context-parallel-size 2 --cp-comm-type p2p --attention-dropout 0.1 --seq-length 128 --reset-attention-mask \
     => --attention-dropout 0.1 | --reset-attention-mask | a2a => --cp-comm-type a2a
 --world-size 4 --expert-model-parallel-size 2 => --expert-model-parallel-size => --expert-model-parallel-size 1
+--world-size 4 --tensor-model-parallel-size 2 --num-experts 4 --expert-model-parallel-size 4 \
+    => --expert-model-parallel-size 4 = 8 => --expert-tensor-parallel-size 1
 --world-size 4 --num-experts 4 --expert-model-parallel-size 4 --expert-ranks-per-node 3 \
     => --expert-ranks-per-node 3 | 4 => --expert-ranks-per-node auto
 --world-size 2 --micro-batch-size 2 --global-batch-size 14 \
