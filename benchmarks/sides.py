@@ -38,8 +38,9 @@ class SideOutcome:
     step_s        seconds of the measured steps, without warm-up
     optimizer_s   seconds of clipping and optimizer in these steps (for ours only with `save`)
     start_s       seconds from launch to the end of the first step
-    memory_bytes  sum of the processes' peaks: resident memory on CPUs, with the pages of libraries
-                  counted in each process of all sides; allocated memory on a GPU (one per case)
+    memory_bytes  sum of the processes' peaks, or the largest (WorkloadCase.largest): resident
+                  memory on CPUs, with the pages of libraries counted in each process of all sides;
+                  allocated memory on a GPU (one per case)
     first_loss    loss of the first step
     wall_s        seconds of the whole start
     reason        why there are no figures; "" if there are
@@ -179,7 +180,7 @@ def run(
         if any(codes):
             outcome = SideOutcome(reason=f"exit codes {codes}: {last_words(log)}")
         elif not outcome.reason and case.device == "cpu":
-            outcome.memory_bytes = sum(peaks)
+            outcome.memory_bytes = (max if case.largest else sum)(peaks)
         if save and checkpoint.exists():
             outcome.save = (outcome.save or {}) | {"files_bytes": float(size_of(checkpoint))}
     finally:

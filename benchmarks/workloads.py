@@ -4,6 +4,7 @@ W1  GPT-2 124M, one process on all threads: bf16 and fp32, sequences of 512 and 
 W2  tensor parallel, W3 pipeline parallel, W4 data parallel with ZeRO-1: 6 layers of 512 on two
     processes, which share the threads; W0, their reference, is the same model and batch on one
     process
+W5  pipelines of eight, 16 layers of 256: what activations in flight cost
 
 W2 to W4 have a vocabulary of 8,192: with 50,304 the output layer costs as much as 8 layers, and a
 pipeline of two would mainly measure its last stage. All sides of a case train on the same number of
@@ -62,6 +63,7 @@ class WorkloadCase:
     micro_batches  micro-batches of one replica in a step
     sides          programs; the first is ours
     steps          measured steps of a start
+    largest        whether the memory is the largest process's, and not the sum
     """
 
     workload: str
@@ -80,6 +82,7 @@ class WorkloadCase:
     data: int = 1
     device: str = "cpu"
     steps: int = 2
+    largest: bool = False
 
     @property
     def processes(self) -> int:
@@ -161,10 +164,7 @@ def cpu_cases() -> list[WorkloadCase]:
     )
     shapes = (
         replace(OURS, name="ours, 1F1B"),
-        *(
-            replace(OURS, name=f"ours, {name}", flags=("--pipeline-schedule", name), chunks=2)
-            for name in ("v-half", "v-min")
-        ),
+        replace(OURS, name="ours, V-half", flags=("--pipeline-schedule", "v-half")),
     )
     both = (OURS, EAGER, COMPILED)
     every = (OURS, UNTOUCHED, EAGER, COMPILED, TRANSFORMERS, TRANSFORMERS_DEFAULTS, MEGATRON_CORE)
@@ -208,11 +208,14 @@ def cpu_cases() -> list[WorkloadCase]:
         replace(
             alone,
             workload="W5",
-            name="PP=4",
-            layers=8,
+            name="PP=8",
+            layers=16,
+            hidden=256,
+            vocabulary=1024,
             micro_batch=4,
-            micro_batches=12,
-            pipeline=4,
+            micro_batches=16,
+            pipeline=8,
+            largest=True,
             sides=shapes,
         ),
     ]
@@ -220,7 +223,7 @@ def cpu_cases() -> list[WorkloadCase]:
 
 def quick(case: WorkloadCase) -> WorkloadCase:
     """Return the case with a tiny model, to see that everything runs."""
-    layers = min(case.layers, 8 if case.pipeline > 1 else 2)
+    layers = min(case.layers, 2 * case.pipeline + 2 if case.pipeline > 1 else 2)
     return replace(
         case, layers=layers, hidden=64, heads=4, vocabulary=512, sequence=case.sequence // 8
     )
