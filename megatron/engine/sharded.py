@@ -46,9 +46,9 @@ class ShardedGradients(Gradients):
 
     A bucket is complete once its parameters have all contributions of a pass. The first pass
     assumes one for each parameter, and counts the actual number. Nothing is sent in the first half
-    of a split pass, since those of other micro-batches may follow before a second half. Sums over the ranks beyond the
-    inner ones begin in the last pass if gradients are sent early, an earlier step has changed the
-    weights (Gradients) and the passes were announced; else after it.
+    of a split pass, since those of other micro-batches may follow before a second half. Sums over
+    the ranks beyond the inner ones begin in the last pass if gradients are sent early, an earlier
+    step has changed the weights (Gradients) and the passes were announced; else after it.
     """
 
     def __init__(

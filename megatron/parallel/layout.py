@@ -127,8 +127,8 @@ class Layout:
 
     ZeRO shards gradients, and with stage 3 weights, over `shard` neighbours in the data dimension,
     and the optimizer's state over `states` neighbours; 0 means all.
-    An expert-parallel group on several nodes, with `expert_node` neighbours on each, is divided into groups
-    within the nodes and groups between them. If `expert_node` is 1, it is not divided.
+    An expert-parallel group on several nodes, with `expert_node` neighbours on each, is divided
+    into groups within the nodes and groups between them. If `expert_node` is 1, it is not divided.
 
     >>> layout = Layout(data=8, expert=8, expert_node=4)
     >>> list(layout.ranks("expert_within", 6)), list(layout.ranks("expert_between", 6))
@@ -356,8 +356,8 @@ class Layout:
         """Groups of ranks that communicate, by kind; for ZeRO's groups see ShardGroups.
 
         expert_inputs  ranks that divide each expert and have different samples
-        expert_span    neighbours in the data dimension that, with the other tensor-parallel ranks of
-                       each, are whole expert-parallel groups
+        expert_span    neighbours in the data dimension that, with the other tensor-parallel ranks
+                       of each, are whole expert-parallel groups
         """
         tensor, data, pipeline = self.strides
         each = self.expert_node

@@ -19,11 +19,11 @@ The sequence is the order in which messages are produced in a step with nominal 
 message waits behind one that is produced later, as long as computations take about their nominal
 times.
 
-With several chunks, messages travel around a ring (or a V), and in a step without latency a rank produces a
-message at the very moment when its neighbour does. On a network each rank runs a little behind the
-previous one: a rank that must send before it posts its receive would post it too late. For several
-chunks, the nominal messages therefore take `planned_latency`, which puts them in the order of the
-real ones. With one chunk, ranks compute in turn, and the order without latency is best.
+With several chunks, messages travel around a ring (or a V), and in a step without latency a rank
+produces a message at the very moment when its neighbour does. On a network each rank runs a little
+behind the previous one: a rank that must send before it posts its receive would post it too late.
+For several chunks, the nominal messages therefore take `planned_latency`, which puts them in the
+order of the real ones. With one chunk, ranks compute in turn, and the order without latency is best.
 """
 
 from __future__ import annotations

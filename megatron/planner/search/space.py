@@ -189,8 +189,14 @@ class LayoutSpace:
         """
         schedules = self._schedules(shape.pp)
         if not schedules:
+            asked = (
+                f", {name}={'|'.join(map(str, self.restrictions[name]))}"
+                for name in ("chunks", "schedule")
+                if name in self.restrictions
+            )
             rejections.add(
-                "layers or stages do not divide into an allowed number of chunks", self.write(shape)
+                "layers do not divide into chunks of an allowed number and schedule",
+                f"pp={shape.pp}: {self.base.model.num_layers} layers{''.join(asked)}",
             )
         for batch in self.restrictions["gbs"]:
             each, rest = divmod(batch, shape.replicas)
