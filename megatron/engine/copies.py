@@ -83,16 +83,17 @@ def check_copies(
     assumed kind. `when` is part of the message.
     """
     errors = list[MegatronError]()
+    undivided = (topology.tensor, False), (topology.expert_tensor, True)
     if first is not None:
-        errors += _wrong_gradients(first, topology.tensor, False)
-        errors += _wrong_gradients(first, topology.expert_tensor, True)
+        for tensor, experts in undivided:
+            errors += _wrong_gradients(first, tensor, experts)
     digests = torch.stack([digest(p) for p in arrived])
     shardings = [sharding_of(p) for p in parameters]
     numbered = list(enumerate(shardings))
     for group, copies, cause, which in (
         *(
-            (group, None, _TENSOR, [i for i, s in numbered if s.dim is None and s.experts == of])
-            for group, of in ((topology.tensor, False), (topology.expert_tensor, True))
+            (tensor, None, _TENSOR, [i for i, s in numbered if s.dim is None and s.experts == of])
+            for tensor, of in undivided
         ),
         *(
             (topology.tensor, n, _TENSOR, [i for i, s in numbered if s.copies == n])
@@ -162,15 +163,17 @@ def _wrong_gradients(first: FirstGradients, group: Group, experts: bool) -> list
     terms of some parameters only. Equal terms are therefore errors if other terms differ, or if
     the parameter declares them to be terms.
     """
-    compared = [i for i, p in enumerate(first.partial) if sharding_of(p).experts == experts]
+    numbered = [
+        (i, sharding_of(p), partial) for i, (p, partial) in enumerate(first.partial.items())
+    ]
+    compared = [one for one in numbered if one[1].experts == experts]
     if not compared or group.size == 1:
         return []
-    differing = set(_differing(first.digests[compared], group))
-    digests = first.digests[compared].tolist()
-    kinds = list(first.partial.values())
-    terms = {i for i, at in enumerate(compared) if kinds[at]}
-    every = [sharding_of(p) for p in first.partial]
-    shardings = [every[at] for at in compared]
+    of_group = first.digests[[i for i, _, _ in compared]]
+    differing = set(_differing(of_group, group))
+    digests = of_group.tolist()
+    terms = {i for i, (_, _, partial) in enumerate(compared) if partial}
+    shardings = [sharding for _, sharding, _ in compared]
     unequal = [s.name for i, s in enumerate(shardings) if i in differing - terms]
     equal = [
         s.name

@@ -628,14 +628,11 @@ class Engine:
         def total(some: list[Tensor]) -> Tensor:
             return torch.stack([zero, *(t.to(zero) for t in some)]).sum()
 
-        states, of_experts = (shards.states for shards in self._shards)
-        holders, copies = self.topology.holders_of_experts(states, of_experts)
-        if holders is states and copies == 1:
-            value = all_reduce(total([t for _, t in terms]), states)
-        else:
-            value = all_reduce(total([t for f, t in terms if not f.sharding.experts]), states)
-            experts = total([t for f, t in terms if f.sharding.experts])
-            value += all_reduce(experts, holders) / copies
+        value = zero
+        states = (shards.states for shards in self._shards)
+        for experts, group, copies in self.topology.holders_of_state(*states):
+            some = total([t for f, t in terms if f.sharding.experts in experts])
+            value = value + all_reduce(some, group) / copies
         return all_reduce(value, self.topology.model)
 
     @torch.no_grad()
@@ -726,9 +723,10 @@ def _plan_of(
         stage: recomputed_groups(sum(call.layer for call in of_stage), config.recompute)
         for stage, of_stage in calls.items()
     }
+    zero = zero_of(config, topology.layout)
     plan = zero_plan(
-        zero_of(config, topology.layout),
-        bucket_rule(config, max(topology.data.size, topology.expert_data.size)),
+        zero,
+        bucket_rule(config, zero.gradient_ranks),
         [sharding_of(p) for p in parameters],
         calls,
         recomputed,

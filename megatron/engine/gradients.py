@@ -82,8 +82,8 @@ class Gradients:
         self._looked: FirstGradients | None = None
         self._topology = topology
         self._terms = terms
-        ranks = max(topology.data.size, topology.expert_data.size)
-        self._counting = plan.zero.divides_gradients or (plan.zero.early and ranks > 1)
+        zero = plan.zero
+        self._counting = zero.divides_gradients or (zero.early and zero.gradient_ranks > 1)
         self._accumulators: dict[torch.nn.Parameter, GradientAccumulator] = {}
         self._bucket_of: dict[torch.nn.Parameter, int] = {}
         added = self._added if self._counting else None

@@ -18,7 +18,7 @@ from megatron.kernels.library import available
 from megatron.kernels.ops.optimizer import FusedAdamW, scale_and_norm_
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Group, ShardGroups, Topology
+from megatron.parallel.topology import ShardGroups, Topology
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -114,15 +114,10 @@ class Update:
 
         self._norm_gradients = lists(parameters)
         # each with the ranks over which the squares are summed, and how often these hold each
-        self._summed: list[tuple[NormGradients, Group, int]]
-        states, expert_states = (each.states for each in shards)
-        holders, copies = topology.holders_of_experts(states, expert_states)
-        if holders is states and copies == 1:
-            self._summed = [(self._norm_gradients, states, 1)]
-        else:
-            of_experts = [p for p in parameters if sharding_of(p).experts]
-            dense = [p for p in parameters if not sharding_of(p).experts]
-            self._summed = [(lists(dense), states, 1), (lists(of_experts), holders, copies)]
+        self._summed = [
+            (lists([p for p in parameters if sharding_of(p).experts in experts]), group, copies)
+            for experts, group, copies in topology.holders_of_state(*(s.states for s in shards))
+        ]
         self._limits: Tensor | None = None
         if limits:
             ends = [math.inf, *limits.values()]

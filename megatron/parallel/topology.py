@@ -216,7 +216,7 @@ class Topology:
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
+        """Return whether this rank computes the loss."""
         return self.pipeline.rank == self.ends[1]
 
     @property
@@ -229,16 +229,22 @@ class Topology:
         """Return the ranks that divide a parameter, or hold copies of what they do not divide."""
         return self.expert_tensor if sharding.experts else self.tensor
 
-    def holders_of_experts(self, states: Group, expert_states: Group) -> tuple[Group, int]:
-        """Return data-parallel ranks that, with all tensor ranks, hold the experts' state.
+    def holders_of_state(
+        self, states: Group, expert_states: Group
+    ) -> list[tuple[tuple[bool, ...], Group, int]]:
+        """Return data-parallel ranks that, with all tensor ranks, hold the optimizer's state.
 
-        Also return how often they hold it.
+        Each entry has the parameters (Sharding.experts) whose state its ranks hold, these ranks,
+        and how often they hold it: one entry for all parameters, if their ranks are the same.
 
         states, expert_states  ShardGroups.states of other parameters, and of experts
         """
         once = self.layout.expert_ranks
         group = self.expert_span if states.size * self.tensor.size % once else states
-        return group, group.size * self.tensor.size // (once * expert_states.size)
+        copies = group.size * self.tensor.size // (once * expert_states.size)
+        if group is states and copies == 1:
+            return [((False, True), states, 1)]
+        return [((False,), states, 1), ((True,), group, copies)]
 
     @property
     def groups(self) -> list[Group]:
