@@ -220,8 +220,9 @@ class ExpertMLP(nn.Module):
         return recompute_later(self._forward, x, call)
 
     def _forward(self, x: Tensor, call: CallContext) -> Tensor:
-        inside, weights, experts = self.region.enter(x, *self.router(x, call))
-        of_shared = x if self.region.folded else inside
+        region = self.region
+        inside, weights, experts = region.enter(x, *self.router(x, call))
+        of_shared = x if region.folded else inside
         tokens = inside.flatten(0, 1)
         choices = (weights, experts)
         numbers = self._numbers(experts, call)
@@ -243,16 +244,16 @@ class ExpertMLP(nn.Module):
                 # the tokens' gradients are sent back.
                 shared = self._shared(of_shared)
             tokens = arrival.wait(tokens)
-        dropless = self.dropless and call.padding is None and not self.region.masks
+        dropless = self.dropless and call.padding is None and not region.masks
         rows = self._experts(tokens, *choices, lambda: numbers()[at:], dropless)
         for dispatch in reversed(dispatches):
             rows = dispatch.back(rows)
         out = rows.view_as(inside)
-        if shared is not None and not self.region.folded:
+        if region.folded:
+            out = region.leave(out)
+        if shared is not None:
             out = out + shared
-        if self.summed:
-            out = self.region.leave(out)
-        return out + shared if shared is not None and self.region.folded else out
+        return region.leave(out) if self.summed and not region.folded else out
 
     def _shared(self, x: Tensor) -> Tensor | None:
         """Return the shared expert's output, if there is one.

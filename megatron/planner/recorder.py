@@ -418,10 +418,9 @@ def _topology(config: Config, device: str) -> Topology:
         ),
     )
     alone = Group((0,), 0)
-    kinds = "tensor", "context", "expert", "expert_between", "expert_within"
+    of_experts = "expert", "expert_between", "expert_within", "expert_tensor", "expert_inputs"
+    kinds = "tensor", "context", *of_experts
     groups = {kind: _group(kind, layout.lines[kind].size) for kind in kinds}
-    experts_alone = "expert_tensor", "expert_inputs"
-    groups |= {kind: _group(kind, layout.lines[kind].size) for kind in experts_alone}
     if not layout.folded:
         groups["expert_tensor"] = groups["tensor"]
     shards = ShardGroups.undivided(alone)

@@ -77,7 +77,7 @@ def test_zb_h1(size, more, forward, backward, weight):
 
 @pytest.mark.parametrize("size, m", [(2, 4), (6, 12), (7, 33)])
 def test_orders_in_the_shape_of_a_v(size, m):
-    """Of the bubble B of 1F1B, ZB-V and DualPipeV have a sixth, V-half a half, V-min two thirds.
+    """ZB-V and DualPipeV have a sixth of the bubble B of 1F1B, V-half a half, V-min two thirds.
 
     These are the passes that fill the pipeline, and Qi et al., arXiv 2405.15362, section 3. V-half
     with an odd number of ranks has a little less, V-min a few passes more or less.
