@@ -76,15 +76,24 @@ def _effective(model: ModelConfig) -> Values:
     settings["add_qkv_bias"] = model.qkv_bias
     settings["window_size"] = windows_of(model)
     settings["moe_router_topk_scaling_factor"] = model.moe_router_topk_scaling_factor or 1.0
-    sparse = [model.has_experts(layer) for layer in range(model.num_layers)]
+    kinds = list(map(model.layer_kind, range(model.num_layers)))
+    sparse = [kind.num_experts is not None for kind in kinds]
     settings["moe_layer_freq"] = sparse
+    settings["no_rope_freq"] = [
+        (kind.rotary_base, kind.rope_scaling) if kind.position_embedding_type == "rope" else None
+        for kind in kinds
+    ]
     settings["softmax_scale"] = model.softmax_scale or 1.0 / math.sqrt(model.kv_channels)
     settings["embedding_scale"] = model.embedding_scale or 1.0
     if model.position_embedding_type == "learned_absolute":
         settings["max_position_embeddings"] = model.max_position_embeddings
     # Settings of features that a model lacks have their defaults (NEEDED in config/validate.py),
     # except these.
-    names = ["window_attn_skip_freq", *(["ffn_hidden_size"] if all(sparse) else [])]
+    names = [
+        "window_attn_skip_freq",
+        "rotary_local_base",
+        *(["ffn_hidden_size"] if all(sparse) else []),
+    ]
     if model.position_embedding_type != "rope":
         names += ["rotary_base", "rotary_percent"]
     for name in names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron.config.option import (
     COUNT,
@@ -25,6 +26,16 @@ EVEN_CHOICES = (
     "a benchmark: --moe-router-force-load-balancing draws the experts of each token at random"
 )
 """Remark on a run and on everything reported about it."""
+
+
+class LayerKind(NamedTuple):
+    """Values of those settings of a ModelConfig in which its layers may differ, for one layer."""
+
+    window_size: tuple[int, ...] | None
+    num_experts: int | None
+    position_embedding_type: str
+    rotary_base: float
+    rope_scaling: str | None
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,10 @@ class ModelConfig:
         "Scope of --qk-layernorm: each head (Qwen 3), or all heads together (OLMo 2).",
         choices="head all",
     )
+    qk_l2_norm: bool = option(
+        False,
+        "Divide queries and keys by the root mean square of each head, without weights (Llama 4).",
+    )
     add_bias_linear: bool = option(
         True, "Add biases to the linear layers.", off_flags="--disable-bias-linear"
     )
@@ -176,6 +191,22 @@ class ModelConfig:
         "Base of the RoPE frequencies.",
         Range(above=1, at_most=1e15),
         flags="--rotary-base --rotary-position-embeddings-theta --rotary-theta --rope-theta",
+    )
+    rotary_local_base: float | None = option(
+        None,
+        "Base of the RoPE frequencies in layers with a sliding window, where they are not scaled "
+        "(Gemma 3: 10000).",
+        Range(above=1, at_most=1e15),
+        derived="as in other layers",
+    )
+    no_rope_freq: tuple[int, ...] | None = option(
+        None,
+        "Layers without RoPE: every N-th layer, or those with 1 in a list of zeros and ones, one "
+        "for each layer.",
+        Range(0, MOST_LAYERS),
+        metavar="N",
+        derived="all layers have RoPE",
+        none_word=True,
     )
     rotary_interleaved: bool = option(
         False,
@@ -520,6 +551,34 @@ class ModelConfig:
         if self.num_experts is None:
             return False
         return bool(freq[layer]) if len(freq) > 1 else layer % freq[0] == 0
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        """Return the settings of a layer, counted from 0, that other layers may have differently.
+
+        --no-rope-freq and --rotary-local-base change RoPE in some layers.
+        """
+        windowed = self.window(layer) is not None
+        base = self.rotary_local_base if windowed else None
+        skip = self.no_rope_freq or (0,)
+        turned = not skip[layer] if len(skip) > 1 else not skip[0] or (layer + 1) % skip[0]
+        return LayerKind(
+            window_size=self.window_size if windowed else None,
+            num_experts=self.num_experts if self.has_experts(layer) else None,
+            position_embedding_type=self.position_embedding_type if turned else "none",
+            rotary_base=base or self.rotary_base,
+            rope_scaling=None if base else self.rope_scaling,
+        )
+
+    def of_kind(self, kind: LayerKind) -> ModelConfig:
+        """Return this model with all layers of one kind."""
+        return replace(
+            self,
+            **kind._asdict(),
+            window_attn_skip_freq=None,
+            moe_layer_freq=(1,),
+            no_rope_freq=None,
+            rotary_local_base=None,
+        )
 
     @property
     def upcycling_granularity(self) -> int:

@@ -91,9 +91,10 @@ def _window(config: Sections) -> Problems:
 @check("num_layers", "moe_layer_freq")
 def _frequencies(config: Sections) -> Problems:
     layers = config.model.num_layers
-    for name, feature in (
-        ("window_attn_skip_freq", "window_size"),
-        ("moe_layer_freq", "num_experts"),
+    for name, feature, left_out in (
+        ("window_attn_skip_freq", "window_size", {(1,), (0,) * layers}),
+        ("moe_layer_freq", "num_experts", {(0,) * layers}),
+        ("no_rope_freq", "position_embedding_type", {(1,), (1,) * layers}),
     ):
         freq = config.get(name)
         if freq is None:
@@ -105,9 +106,7 @@ def _frequencies(config: Sections) -> Problems:
                 f"{written} is neither a number of at least 1 nor a list of {layers} entries 0 or "
                 "1, one for each layer: give one of them"
             )
-        elif config.get(feature) is not None and (
-            not any(freq) or (feature == "window_size" and freq == (1,))
-        ):
+        elif config.get(feature) is not None and freq in left_out:
             other = all_options()[feature].flag
             yield (
                 f"{written} leaves no layer for {other}: leave {flag} out for all layers, or both "

@@ -185,11 +185,12 @@ def _newton_schulz(config: Sections) -> Problems:
 
 @check("qk_clip", "qk_layernorm")
 def _qk_clip(config: Sections) -> Problems:
-    if config.optimizer.qk_clip and config.model.qk_layernorm:
-        yield (
-            "--qk-clip scales the weights of queries and keys, which has no effect with "
-            "--qk-layernorm: use one of them"
-        )
+    for name in ("qk_layernorm", "qk_l2_norm"):
+        if config.optimizer.qk_clip and config.get(name):
+            yield (
+                "--qk-clip scales the weights of queries and keys, which has no effect with "
+                f"{all_options()[name].flag}: use one of them"
+            )
 
 
 @check("norm_implementation")

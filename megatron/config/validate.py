@@ -64,11 +64,11 @@ NEEDED = """
     use_mup=true  mup_base_num_attention_heads mup_base_num_key_value_heads mup_base_head_dim
     use_mup=true  mup_embedding_mult mup_output_mult mup_attn_scale_power
     cp_comm_type=a2a+p2p  hierarchical_context_parallel_sizes
-    position_embedding_type=rope  rotary_interleaved rope_scaling
+    position_embedding_type=rope  rotary_interleaved rope_scaling no_rope_freq rotary_local_base
     rope_scaling  rope_scaling_factor rope_original_positions
     rope_scaling=llama3  rope_low_freq_factor rope_high_freq_factor
     rope_scaling=yarn  yarn_beta_fast yarn_beta_slow yarn_attention_factor
-    window_size  window_attn_skip_freq
+    window_size  window_attn_skip_freq rotary_local_base
     moe_shared_expert_intermediate_size  moe_shared_expert_gate moe_shared_expert_overlap
     moe_router_score_function=softmax  moe_router_pre_softmax
     moe_router_score_function=sigmoid  moe_router_enable_expert_bias

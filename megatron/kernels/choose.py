@@ -95,7 +95,7 @@ class AttentionFeatures:
             large_heads=model.kv_channels > 256,
             odd_heads=model.kv_channels % 8 > 0,
             drops=model.attention_dropout > 0.0,
-            windowed=model.window(layer) is not None,
+            windowed=model.layer_kind(layer).window_size is not None,
             capped=model.attention_logit_softcapping is not None,
         )
 

@@ -7,6 +7,7 @@ for context-parallel ranks in ring.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +23,7 @@ from megatron.layers.attention_fused import flash_attention, torch_attention
 from megatron.layers.attention_unfused import Scoring, cached_attention, unfused_attention
 from megatron.layers.context import CallContext, LayerContext, change_initial, weight_fills
 from megatron.layers.linear import ColumnParallelLinear, RecomputeInput, RowParallelLinear
-from megatron.layers.norm import Norm, norm_of
+from megatron.layers.norm import L2Norm, Norm, norm_of
 from megatron.layers.positions import RotaryEmbedding
 from megatron.parallel.keyed_random import Site, mix, seeded
 from megatron.parallel.sharding import Rows
@@ -164,9 +165,11 @@ class SelfAttention(torch.nn.Module):
         rank = context.tensor.rank
         fill, output_fill = weight_fills(model)
         self.rotary: RotaryEmbedding | None = None
-        if model.position_embedding_type == "rope":
+        kind = model.layer_kind(layer)
+        if kind.position_embedding_type == "rope":
             turned = 2 * int(d * model.rotary_percent / 2)
-            self.rotary = context.rotary(turned, model.rotary_base, model)
+            scaled = replace(model, rope_scaling=kind.rope_scaling)
+            self.rotary = context.rotary(turned, kind.rotary_base, scaled)
         self.core = CoreAttention(context, config, layer, recompute)
         self.groups = max(1, groups // tp)
         self.queries = heads // max(groups, tp)
@@ -195,8 +198,10 @@ class SelfAttention(torch.nn.Module):
                 by_head[:, queries:].mul_(model.key_value_scale)
 
             change_initial(self.query_key_value.weight if shared is None else shared, scale)
-        self.q_layernorm: Norm | None = None
-        self.k_layernorm: Norm | None = None
+        self.q_layernorm: Norm | L2Norm | None = None
+        self.k_layernorm: Norm | L2Norm | None = None
+        if model.qk_l2_norm:
+            self.q_layernorm = self.k_layernorm = L2Norm(model.layernorm_epsilon)
         self.norms_heads = model.qk_layernorm_over == "head"
         if model.qk_layernorm:
             of_q = of_k = None
@@ -266,7 +271,7 @@ class SelfAttention(torch.nn.Module):
             return self.rotary.rotate_groups(q, angles), self.rotary.rotate(k, angles), v
         return q.reshape(s, b, self.groups * self.queries, self.head_dim), k, v
 
-    def _normed(self, norm: Norm, x: Tensor) -> Tensor:
+    def _normed(self, norm: Norm | L2Norm, x: Tensor) -> Tensor:
         """Normalize x [s, b, .., d], each head separately or all together."""
         normed: Tensor = norm(x if self.norms_heads else x.flatten(2)).view(x.shape)
         return normed

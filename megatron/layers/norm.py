@@ -115,6 +115,20 @@ class Norm(nn.Module):
         return normed
 
 
+class L2Norm(nn.Module):
+    """Norm without weights, x / sqrt(mean(x^2) + epsilon): [.., d] -> [.., d], in x's dtype.
+
+    Statistics are in fp32. Megatron-LM's --qk-l2-norm.
+    """
+
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(wider(x), x.shape[-1:], eps=self.epsilon).to(x.dtype)
+
+
 def norm_of(
     context: LayerContext, model: ModelConfig, name: str, width: int, shard: Rows | None = None
 ) -> Norm:

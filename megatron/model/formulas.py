@@ -13,6 +13,7 @@ V vocabulary, L layers, B global batch size.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from megatron.config import Config
@@ -160,9 +161,9 @@ def _last_product_flops(model: ModelConfig, layer: int) -> float:
 
 def _mean_over_layers(model: ModelConfig, flops: Callable[[ModelConfig, int], float]) -> float:
     """Return the FLOPs of a layer, averaged over all layers."""
-    if model.window_size is None and model.num_experts is None:
-        return flops(model, 0)
-    return math.fsum(flops(model, layer) for layer in range(model.num_layers)) / model.num_layers
+    kinds = Counter(map(model.layer_kind, range(model.num_layers)))
+    total = math.fsum(n * flops(model.of_kind(kind), 0) for kind, n in kinds.items())
+    return total / model.num_layers
 
 
 def model_flops_per_token(model: ModelConfig) -> float:

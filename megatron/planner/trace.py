@@ -21,10 +21,10 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from megatron.config import Config
-from megatron.config.model import ModelConfig
+from megatron.config.model import LayerKind, ModelConfig
 from megatron.config.parallel import RecomputeConfig
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.settings import SECTIONS
@@ -96,19 +96,11 @@ def trace(config: Config, device: str) -> Trace:
     return traced
 
 
-class LayerKind(NamedTuple):
-    """Kind of layer: whether its attention has no sliding window, and whether it has experts."""
-
-    unlimited: bool
-    experts: bool
-
-
 @functools.lru_cache(maxsize=64)
 def kinds_of_layers(model: ModelConfig) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
     """Return the kinds of a model's layers, and for each layer the index of its kind."""
-    layers = range(model.num_layers)
-    kind_of_layer = [LayerKind(model.window(i) is None, model.has_experts(i)) for i in layers]
-    kinds = sorted(set(kind_of_layer))
+    kind_of_layer = list(map(model.layer_kind, range(model.num_layers)))
+    kinds = list(dict.fromkeys(kind_of_layer))
     return tuple(kinds), tuple(map(kinds.index, kind_of_layer))
 
 
@@ -116,14 +108,7 @@ def _layers(
     config: Config, device: str, kind: LayerKind
 ) -> tuple[TracedModule, TracedModule | None]:
     """Trace a layer of this kind, and with full recomputation also the same layer recomputed."""
-    model = dataclasses.replace(
-        config.model,
-        window_size=None if kind.unlimited else config.model.window_size,
-        window_attn_skip_freq=None,
-        num_experts=config.model.num_experts if kind.experts else None,
-        moe_layer_freq=(1,),
-    )
-    config = dataclasses.replace(config, model=model)
+    config = dataclasses.replace(config, model=config.model.of_kind(kind))
     if config.recompute.recompute_granularity != "full":
         return _traced_module(config, "layer", device), None
     plain = dataclasses.replace(config, recompute=RecomputeConfig())

@@ -44,6 +44,7 @@ SETTINGS = """
 --embed-layernorm => embedding_layernorm True
 --qk-layernorm
 --qk-layernorm-over all
+--qk-l2-norm
 --add-qkv-bias
 --add-qkv-bias-linear => add_qkv_bias True
 --parallel-residual two_norms
@@ -53,6 +54,9 @@ SETTINGS = """
 --embedding-scale 8.0
 --input-embeddings-multiplier 8.0 => embedding_scale 8.0
 --rotary-interleaved
+--rotary-local-base 20000.0
+--no-rope-freq 4 => no_rope_freq (4,)
+--no-rope-freq [0,1]*4 => no_rope_freq (0,1,0,1,0,1,0,1)
 --rope-scaling linear
 --use-rope-scaling => rope_scaling llama3
 --rope-scaling-factor 4.0
@@ -612,7 +616,8 @@ BESIDE = """
 --mup-base-hidden-size --mup-base-num-layers --mup-base-ffn-hidden-size --mup-base-head-dim \
     --mup-base-num-attention-heads --mup-base-num-key-value-heads --mup-base-num-query-groups \
     --mup-embedding-mult --mup-output-mult --mup-attn-scale-power => --use-mup
---rotary-interleaved --rope-scaling --use-rope-scaling => --position-embedding-type rope
+--rotary-interleaved --rope-scaling --use-rope-scaling --no-rope-freq => --position-embedding-type rope
+--rotary-local-base => --position-embedding-type rope --window-size 5
 --rope-scaling-factor --rotary-scaling-factor => --position-embedding-type rope --rope-scaling linear
 --rope-original-positions --yarn-beta-fast --yarn-beta-slow --yarn-attention-factor => \
     --position-embedding-type rope --rope-scaling yarn

@@ -42,6 +42,7 @@ CASES = """
 --window-size 5 --window-attn-skip-freq 1 0 => --window-attn-skip-freq 1,0 | 8 => --window-attn-skip-freq 4
 --window-size 5 --window-attn-skip-freq 0 => --window-attn-skip-freq 0 => --window-attn-skip-freq 1 0 1 0 1 0 1 0
 --window-size 5 --window-attn-skip-freq 1 => --window-attn-skip-freq 1 | --window-size => --window-attn-skip-freq -
+--position-embedding-type rope --no-rope-freq 1 => --no-rope-freq 1 | --position-embedding => --no-rope-freq 2
 --num-experts 4 --moe-layer-freq [0]*8 => --moe-layer-freq 0,0 | --num-experts => --moe-layer-freq [0]*7+[1]
 --window-attn-skip-freq 2 => --window-attn-skip-freq 2 | --window-size => --window-size 5
 --num-key-value-heads 3 => --num-attention-heads 8 | --num-key-value-heads 3 => --num-key-value-heads 4

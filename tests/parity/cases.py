@@ -131,6 +131,15 @@ FAMILIES = {
     ),
     "llama31": dict(LLAMA, rope_scaling="llama3", rope_original_positions=32, add_qkv_bias=True),
     "qwen3": dict(LLAMA, qk_layernorm=True, kv_channels=16, logit_z_loss=0.01),
+    "layers": dict(
+        LLAMA,
+        qk_l2_norm=True,
+        no_rope_freq=(4,),
+        window_size=(5, 0),
+        window_attn_skip_freq=(2,),
+        rotary_local_base=100.0,
+        rope_scaling="linear",
+    ),
     "olmo2": dict(LLAMA, norm_position="post", qk_layernorm=True, qk_layernorm_over="all"),
     "gemma2": {
         **LLAMA,

@@ -24,6 +24,7 @@ from megatron.kernels.operators import (
     check_type,
     operator,
 )
+from megatron.kernels.ops.elementwise import wider
 from megatron.parallel.autograd import Context
 
 _ROTARY = Function("mk_rotary", "pppp" + "l" * 11 + "if")
@@ -48,7 +49,7 @@ def reference(
     `neighbours`: the pairs are (x[.., 2c], x[.., 2c + 1]).
     """
     half = cos.shape[-1]
-    wide = x[..., : 2 * half].float()
+    wide = wider(x[..., : 2 * half])
     rest = x[..., 2 * half :]
     sin = -sin if back else sin
     if neighbours:

@@ -37,8 +37,8 @@ MANY = 5
 SEQUENCE = 16
 _KIND = (
     "swiglu geglu squared_relu openai_gelu exact_gelu normalization norm_position qk_layernorm "
-    "qk_layernorm_over parallel_residual embedding_layernorm add_bias_linear add_qkv_bias "
-    "position_embedding_type rotary_interleaved untie_embeddings_and_output_weights bf16 fp16 "
+    "qk_layernorm_over qk_l2_norm parallel_residual embedding_layernorm add_bias_linear "
+    "add_qkv_bias position_embedding_type rotary_interleaved untie_embeddings_and_output_weights bf16 fp16 "
     "fp32_residual_connection attention_backend"
 ).split()
 

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from megatron.config.model import LayerKind, ModelConfig
 from megatron.engine.zero_plan import (
     BucketInstruction,
     ModulePass,
@@ -38,7 +39,7 @@ from megatron.planner.stage import (
 )
 from megatron.planner.table import Table
 from megatron.planner.timing.estimate import Estimate, busiest_rank
-from megatron.planner.trace import LayerKind, kinds_of_layers, trace
+from megatron.planner.trace import kinds_of_layers, trace
 from megatron.planner.zero import messages_at_end
 
 _LAYER = re.compile(r"^layers\.\d+\.?")
@@ -61,7 +62,7 @@ def explain(predicted: Estimate) -> list[Table]:
     for kind, of_kind in zip(kinds_of_layers(predicted.config.model)[0], traced.kinds, strict=True):
         for name, module in zip(("", "recomputed "), of_kind, strict=True):
             if module is not None:
-                modules[f"one {name}layer{_kind(kind, len(traced.kinds))}"] = module
+                modules[f"one {name}layer{_kind(kind, predicted.config.model)}"] = module
     if rank_stages[0].first:
         modules["the embedding"] = traced.embedding
     if rank_stages[-1].last:
@@ -80,12 +81,23 @@ def explain(predicted: Estimate) -> list[Table]:
     return [*tables, _memory(predicted), _figures(predicted)]
 
 
-def _kind(kind: LayerKind, kinds: int) -> str:
-    """Describe a kind of layer; "" if there is only one kind."""
-    if kinds == 1:
-        return ""
-    properties = (" without window" * kind.unlimited, " with experts" * kind.experts)
-    return "".join(properties) or " without experts"
+_FEATURES = {
+    "window_size": "a window",
+    "num_experts": "experts",
+    "position_embedding_type": "RoPE",
+    "rope_scaling": "scaled RoPE",
+}
+"""Features of some layers, by the settings of a LayerKind; layers without one have None or none."""
+
+
+def _kind(kind: LayerKind, model: ModelConfig) -> str:
+    """Describe a kind of layer by the features in which the model's layers differ."""
+    kinds = kinds_of_layers(model)[0]
+    differing = [name for name in _FEATURES if len({getattr(each, name) for each in kinds}) > 1]
+    return "".join(
+        f" {'without' if getattr(kind, name) in (None, 'none') else 'with'} {_FEATURES[name]}"
+        for name in differing
+    )
 
 
 def _passes(module: TracedModule, split: bool) -> list[tuple[str, Pass]]:
