@@ -134,7 +134,10 @@ class Callback:
         """Called before a step takes its data."""
 
     def on_advance(self, run: Run) -> None:
-        """Called when `run.progress` counts a step, which the device may still be computing."""
+        """Called when `run.progress` counts a step, which the device may still be computing.
+
+        Iterations of --skip-train-iteration-range are counted at once.
+        """
 
     def after_step(self, run: Run) -> None:
         """Called after each step, before the log line, evaluation and save that may follow."""

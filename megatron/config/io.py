@@ -207,6 +207,12 @@ class CheckpointConfig:
         Range(above=0),
         metavar="MINUTES",
     )
+    save_trigger_file: str | None = option(
+        None,
+        "Save once this file exists, then remove it.",
+        metavar="FILE",
+        one_start=True,
+    )
     async_save: bool = option(
         False, "Save in the background: training stops only while the state is copied."
     )

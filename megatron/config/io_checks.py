@@ -104,6 +104,8 @@ def _checkpoints(config: Sections) -> Problems:
     load = config.checkpoint.load
     tag = config.checkpoint.load_tag
     resumes = is_same_folder(save, load)
+    if save is None and config.checkpoint.save_trigger_file is not None:
+        yield f"--save-trigger-file {config.checkpoint.save_trigger_file} needs --save FOLDER"
     if config.training.loss_spike_factor is not None and not resumes:
         yield (
             "--loss-spike-factor rolls back to checkpoints of this run: give --save and --load the "

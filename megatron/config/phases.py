@@ -177,3 +177,22 @@ def norm_limits(words: Sequence[str] | None) -> dict[str, float]:
         except ValueError as error:
             raise ValueError(f"'{word}': {error}") from None
     return limits
+
+
+def parse_iterations(words: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the (first, last) of each range of iterations. Raises ValueError.
+
+    >>> parse_iterations(["3-5", "9"])
+    [(3, 5), (9, 9)]
+    """
+    ranges = []
+    for word in words:
+        match = re.fullmatch(r"(\d{1,15})(?:-(\d{1,15}))?", word)
+        first = int(match[1]) if match else 0
+        last = int(match[2] or first) if match else 0
+        if not 1 <= first <= last:
+            raise ValueError(
+                f"{word[:80]!r} is not FIRST-LAST, with 1 <= FIRST <= LAST, or one number"
+            )
+        ranges.append((first, last))
+    return ranges

@@ -493,6 +493,13 @@ class TrainingConfig:
     loss_spike_window: int = option(
         100, "Number of steps in the median of --loss-spike-factor.", Range(2, 10**5)
     )
+    skip_train_iteration_range: tuple[str, ...] | None = option(
+        None,
+        "Iterations whose data is consumed without training, counted from 1: FIRST-LAST, with both "
+        "ends, or one number. The learning rate does not advance.",
+        metavar="FIRST-LAST ...",
+        flags="--skip-train-iteration-range --iterations-to-skip --train-iters-to-skip",
+    )
     hang_timeout: float = option(
         300.0,
         "If a rank makes no progress for this many seconds, the job reports which rank waits for "

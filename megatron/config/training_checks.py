@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron.config.duration import duration_s
-from megatron.config.phases import PHASED, norm_limits, parse_batch_sizes, parse_phases
+from megatron.config.phases import (
+    PHASED,
+    norm_limits,
+    parse_batch_sizes,
+    parse_iterations,
+    parse_phases,
+)
 from megatron.config.pieces import Pieces
 from megatron.config.settings import Problems, Sections, all_options, check, nearest_multiples
 
@@ -79,6 +85,14 @@ def _not_multiples(config: Sections, flag: str, sizes: Iterable[tuple[str, int]]
                 f"{flag}: its {what} {value} is not a multiple of --micro-batch-size x "
                 f"data-parallel size = {step}: use {nearest_multiples(value, step)}"
             )
+
+
+@check("skip_train_iteration_range")
+def _skipped_iterations(config: Sections) -> Problems:
+    try:
+        parse_iterations(config.training.skip_train_iteration_range or ())
+    except ValueError as error:
+        yield f"--skip-train-iteration-range: {error}"
 
 
 def _units(config: Sections, prefix: str) -> list[str]:

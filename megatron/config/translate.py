@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,6 +117,22 @@ def _step(words: list[str]) -> Values:
 def _timeout(words: list[str]) -> Values:
     minutes = "distributed_timeout_minutes"
     return {minutes: all_options()[minutes].parse(words) / 60}
+
+
+def _triggers(words: list[str]) -> Values:
+    folder = _TEXT.parse(words)
+    files = {"kill_switch_file": "exit", "save_trigger_file": "save"}
+    return {
+        name: os.path.join(folder, file) for name, file in files.items() if folder != os.devnull
+    }
+
+
+def _skipped_iterations(words: list[str]) -> Values:
+    numbers = list(map(str, Option(kind=int, many=True, limits=COUNT).parse(words)))
+    if len(numbers) % 2:
+        raise ValueError(f"takes pairs FIRST LAST, got {len(numbers)} numbers")
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return {"skip_train_iteration_range": ["-".join(pair) for pair in pairs]}
 
 
 def _recomputed_experts(words: list[str]) -> Values:
@@ -226,6 +243,8 @@ DIRECT: Mapping[str, Direct] = {
         },
     ),
     "--ckpt-step": Direct(("load_tag",), _step),
+    "--trigger-path": Direct(("kill_switch_file", "save_trigger_file"), _triggers),
+    "--train-range-to-skip": Direct(("skip_train_iteration_range",), _skipped_iterations),
     "--distributed-timeout": Direct(("distributed_timeout_minutes",), _timeout),
     **_weighted_paths(),
     "--data-args-path": Direct(("data_path",), lambda words: {"data_path": _text(words).split()}),

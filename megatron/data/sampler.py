@@ -246,6 +246,12 @@ class MicroBatchStream:
             self._read_ahead(until=max(2 * self._num_workers, n))
         return batches
 
+    def skip(self, samples: int) -> None:
+        """Move on by `samples` samples, those of all ranks together, without reading them."""
+        self.consumed_samples += samples
+        self._ahead.clear()
+        self._next_read = self.consumed_samples
+
     def close(self) -> None:
         """Stop reading ahead, and wait a moment for reads in progress.
 
@@ -528,8 +534,8 @@ class Ledger:
         self._position = consumed_samples if carried else 0
         self.advance(consumed_samples)
 
-    def advance(self, consumed_samples: int) -> list[tuple[str, int]]:
-        """Count up to `consumed_samples`.
+    def advance(self, consumed_samples: int, *, trained: bool = True) -> list[tuple[str, int]]:
+        """Count up to `consumed_samples`, as left out unless they were trained on.
 
         Returns (short name, number of the epoch) of each source that began a second or later epoch.
         """
@@ -539,6 +545,9 @@ class Ledger:
             indices = self._order.indices(np.arange(self._position, stop))
             for source, samples in self._dataset.by_source(indices):
                 count = self.counts[source.name]
+                if not trained:
+                    count.left_out += len(samples)
+                    continue
                 carried = self._carried[source.name]
                 count.samples += len(samples)
                 count.tokens += source.tokens_in(samples)

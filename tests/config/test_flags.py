@@ -188,6 +188,9 @@ SETTINGS = """
 --skip-train
 --kill-switch-file stop
 --kill-switch-path stop => kill_switch_file stop
+--skip-train-iteration-range 3-4 => skip_train_iteration_range ('3-4',)
+--iterations-to-skip 3 => skip_train_iteration_range ('3',)
+--train-iters-to-skip 3 4 => skip_train_iteration_range ('3','4')
 --encoder-seq-length 32 => seq_length 32
 --max-absolute-position-embeddings 128 => max_position_embeddings 128
 --position-embedding-type absolute => position_embedding_type learned_absolute
@@ -495,7 +498,6 @@ REFUSED = """
 --ds-sequence-parallel-fpdt => --context-parallel-size
 --ds-sequence-parallel-fpdt-chunk-size 4096 => --context-parallel-size
 --ds-sequence-parallel-fpdt-offloading => --context-parallel-size
---skip-train-iteration-range 3-4 => data
 --train-weighted-split-paths p => WEIGHT
 --valid-weighted-split-paths p q => --valid-data-path
 --test-weighted-split-paths p q => --test-data-path
@@ -533,8 +535,6 @@ REFUSED = """
 --blend-sample-in-corpus => --data-path
 --adjust-word-embedding-init => --init-method-std
 --word-embedding-init-std 0.1 => --init-method-std
---train-range-to-skip 3 4 7 9 => data
---train-iters-to-skip 3 4 => data
 --lr_constant_plus_cooldown => WSD
 --lr_constant_plus_cooldown_frac 0.2 => WSD
 --use-mics => --zero-shard-size
@@ -593,7 +593,7 @@ no-create-attention-mask-in-dataloader no-mmap-bin-files calculate-per-token-los
 moe-router-topk moe-router-load-balancing-type moe-aux-loss-coeff moe-grouped-gemm moe-token-dispatcher-type
 decoupled-lr decoupled-min-lr lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples profile-step-start
 profile-step-end master-addr data-file-list shuffle-sample-in-corpus blend-sample-in-corpus
-adjust-word-embedding-init word-embedding-init-std train-range-to-skip train-iters-to-skip lr_constant_plus_cooldown
+adjust-word-embedding-init word-embedding-init-std train-iters-to-skip lr_constant_plus_cooldown
 lr_constant_plus_cooldown_frac profile-ranks trace-dir use-mics activations-checkpoint-method warmup
 model-parallel-size tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens
 """

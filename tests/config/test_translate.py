@@ -282,6 +282,10 @@ SINGLE = """
 4 1 --profile-steps 2,3 => profile_step_end 3
 4 1 --data-parallel-sharding-strategy optim_grads => zero_stage 2
 4 1 --distributed-timeout 1800 => distributed_timeout_minutes 30.0
+4 1 --train-range-to-skip 3 4 --log-interval 1 => skip_train_iteration_range ('3-4',)
+4 1 --trigger-path a --save s => save_trigger_file a/save
+4 1 --trigger-path a --save s => kill_switch_file a/exit
+4 1 --trigger-path /dev/null => kill_switch_file None
 4 1 --eval-iters -1 => eval_iters 0
 4 1 --activations-checkpoint-method uniform => recompute_granularity full
 4 1 --activations-checkpoint-method block --checkpoint-activations => recompute_method block
@@ -294,6 +298,9 @@ REFUSED = """
 4 1 --activations-checkpoint-method uniform --recompute-granularity selective => uniform | selective
 4 1 --eval-iters -2 => -2
 4 1 --distributed-timeout soon => soon
+4 1 --train-range-to-skip 3 4 7 => 3 numbers
+4 1 --skip-train-iteration-range 5-4 => '5-4'
+4 1 --trigger-path a => a/save | --save
 """
 
 

@@ -14,7 +14,7 @@ from megatron.training.report.timeline import Timeline
 from megatron.training.run.evaluation import Losses, Tasks
 from megatron.training.run.schedules import RunCosts
 from megatron.training.run.state import Run
-from megatron.training.run.step import finish_step
+from megatron.training.run.step import finish_step, skipped_until
 from megatron.training.run.tasks import EvaluationTask
 
 
@@ -97,9 +97,11 @@ class DataLedger(Callback):
     _iteration: int  # of the last report
 
     def on_advance(self, run: Run) -> None:
-        for source, epoch in self._ledger.advance(run.progress.consumed_samples):
+        progress = run.progress
+        trained = skipped_until(run.config, progress.iteration) == 0
+        for source, epoch in self._ledger.advance(progress.consumed_samples, trained=trained):
             run.reporter.say(
-                f" data: {source} begins epoch {epoch} at iteration {run.progress.iteration}"
+                f" data: {source} begins epoch {epoch} at iteration {progress.iteration}"
             )
 
     def figures(self, run: Run) -> Mapping[str, object]:

@@ -55,11 +55,11 @@ class Failure:
 class Saves:
     """Implements --save-interval, --save-interval-minutes and --async-save with this rank's Saver.
 
-    All ranks call every method. Rank 0 decides when the minutes have passed and when to try again
-    after a failure; `agreement` shares this decision, and whether any rank is still writing, with
-    all ranks. `saved_iteration` is the iteration of the last checkpoint that this job has saved to
-    the --save folder or loaded from it; None before that. Each function in `after_save` is called
-    with the seconds that a save took.
+    All ranks call every method. Rank 0 decides when the minutes have passed, when to try again after
+    a failure, and whether --save-trigger-file exists; `agreement` shares this decision, and whether
+    any rank is still writing, with all ranks. `saved_iteration` is the iteration of the last
+    checkpoint that this job has saved to the --save folder or loaded from it; None before that. Each
+    function in `after_save` is called with the seconds that a save took.
     """
 
     config: Config
@@ -78,7 +78,10 @@ class Saves:
         self._started: int | None = None  # the iteration of a save in the background
         self.elapsed_s: float | None = None  # seconds of the last save that this job completed
         self.failure: Failure | None = None  # of the last save
-        by_time = self._settings.save_interval_minutes is not None
+        trigger = self._settings.save_trigger_file
+        self._trigger = None if trigger is None else Path(trigger)
+        self._triggered = False  # whether this rank has seen the file since the last save
+        by_time = self._settings.save_interval_minutes is not None or trigger is not None
         self.agreement.add_first(_DUE, self._is_time, lambda: by_time or self.failure is not None)
         self.agreement.add(
             _WRITING, lambda: int(not self.saver.written), lambda: self.saver.pending
@@ -124,6 +127,7 @@ class Saves:
         self.reporter.say(f"saving checkpoint at iteration {iteration:7d} to {self._settings.save}")
         self._last_s = self.clock()
         self._started = iteration
+        self._remove_trigger()
         try:
             saved = self.saver.start(
                 iteration, self.engine, state, self.provenance(iteration), background
@@ -135,6 +139,18 @@ class Saves:
         if saved is not None:
             self._started = None
             self._succeeded(saved, background)
+
+    def _remove_trigger(self) -> None:
+        if self._trigger is None or not self._triggered:
+            return
+        self._triggered = False
+        try:
+            self._trigger.unlink(missing_ok=True)
+        except OSError as error:
+            self.reporter.say(
+                f"WARNING: {self._trigger} cannot be removed ({error}) and is not looked at again"
+            )
+            self._trigger = None
 
     def commit_written(self, agreed: Mapping[str, int]) -> None:
         """Complete a save in the background if every rank has written its part."""
@@ -167,6 +183,9 @@ class Saves:
         return "none" if self.saved_iteration is None else f"iteration {self.saved_iteration}"
 
     def _is_time(self) -> bool:
+        if self._trigger is not None and self._trigger.exists():
+            self._triggered = True
+            return True
         now = self.clock()  # rank 0's clock
         if self.failure is not None and now - self.failure.at_s >= _RETRY_S:
             return True

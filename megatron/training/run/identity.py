@@ -41,6 +41,7 @@ MAY_DIFFER = {
     "mlflow_run_name",
     "trace_dir",
     "kill_switch_file",
+    "save_trigger_file",
 }
 """Names of settings that may differ between ranks. Settings without an effect may differ, too."""
 

@@ -18,7 +18,7 @@ from megatron.parallel.flight import FlightState
 from megatron.training.report.events import End
 from megatron.training.run.host import peak_memory_bytes, reserved_memory_bytes
 from megatron.training.run.state import Run
-from megatron.training.run.step import finish_step, train_step
+from megatron.training.run.step import finish_step, skip_iterations, train_step
 from megatron.training.run.stopping import Stop
 from megatron.training.safety.bad_steps import Spike, roll_back
 
@@ -90,6 +90,9 @@ def train_steps(run: Run) -> Stop | None:
     run.watch.lap()
     run.first_time("step")  # may compile, or connect thousands of ranks
     while stop is None and progress.iteration < run.total_iterations:
+        if skip_iterations(run):
+            stop = between_steps(run)
+            continue
         start = time.perf_counter()
         spike = train_step(run)
         sys.audit("megatron.run.step", progress.iteration)

@@ -140,7 +140,8 @@ class Progress:
     consumed_samples          training samples taken by all ranks together
     consumed_tokens           the same in tokens
     consumed_valid_samples    validation samples taken by the evaluations inside the loop
-    skipped_iterations        steps with non-finite gradients, which changed no weight
+    skipped_iterations        steps with non-finite gradients, which changed no weight, and those of
+                              --skip-train-iteration-range, which did not train
     scheduled_...             the first three without skipped steps: all schedules but that of the
                               batch size follow these, as in Megatron
     sources                   amounts taken from each source of training data, see
@@ -162,9 +163,9 @@ class Progress:
     left_out: list[list[int]] = field(default_factory=list)
     recent_losses: list[float] = field(default_factory=list)
 
-    def advance(self, samples: int, seq_length: int) -> None:
-        """Count one step over `samples` sequences; `count` records later whether it was skipped."""
-        self.iteration += 1
+    def advance(self, samples: int, seq_length: int, iterations: int = 1) -> None:
+        """Count steps over `samples` sequences; `count` records later whether one was skipped."""
+        self.iteration += iterations
         self.consumed_samples += samples
         self.consumed_tokens += samples * seq_length
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron.config import Config
+from megatron.config.phases import parse_iterations
 from megatron.training.report.events import StepRecord
 from megatron.training.report.metrics import TokenWeights, counted, local_loss
 from megatron.training.run.state import Run, Skips, StepInProgress
@@ -87,3 +89,36 @@ def finish_step(run: Run) -> StepRecord | None:
     for callback in run.callbacks:
         callback.on_step(run, step)
     return step
+
+
+def skipped_until(config: Config, iteration: int) -> int:
+    """Return the last iteration of the skipped range that has this one; 0 if none has it."""
+    ranges = parse_iterations(config.training.skip_train_iteration_range or ())
+    return max((last for first, last in ranges if first <= iteration <= last), default=0)
+
+
+def skip_iterations(run: Run) -> bool:
+    """Consume the data of the next iterations if they are to be skipped; return whether they are.
+
+    As in Megatron-LM they count as iterations and their samples as consumed, and the schedules stay
+    where they are.
+    """
+    progress = run.progress
+    first = progress.iteration + 1
+    last = min(skipped_until(run.config, first), run.total_iterations)
+    if not last:
+        return False
+    finish_step(run)
+    number = last - progress.iteration
+    before = progress.consumed_samples
+    samples = run.batches.samples_after(number, before) - before
+    run.loop.train_stream.skip(samples)
+    progress.advance(samples, run.config.model.seq_length, number)
+    progress.skipped_iterations += number
+    for callback in run.callbacks:
+        callback.on_advance(run)
+    run.reporter.say(
+        f" iterations {first} to {last} are skipped (--skip-train-iteration-range): {samples} samples "
+        "are consumed without training"
+    )
+    return True

@@ -52,8 +52,8 @@ class Case:
     """Saves over a FakeSaver, with a clock that the test moves."""
 
     def __init__(self, saved=None, **changes):
-        usual = dict(save_interval=None, save_interval_minutes=None, async_save=False)
-        checkpoint = SimpleNamespace(**{"save": "folder", **usual, **changes})
+        usual = dict.fromkeys(("save_interval", "save_interval_minutes", "save_trigger_file"))
+        checkpoint = SimpleNamespace(**{"save": "folder", "async_save": False, **usual, **changes})
         config = SimpleNamespace(checkpoint=checkpoint)
         self.now = 0.0
         self.saver = FakeSaver()
@@ -106,6 +106,16 @@ def test_minutes_count_from_the_last_save():
         case.step(i, seconds=12.0)
     # At 36 s; 5 is due by iterations; 30 s after those 60 s; 10 by iterations; 36 s later.
     assert case.starts == [3, 5, 8, 10, 13]
+
+
+def test_the_trigger_saves_once(tmp_path):
+    trigger = tmp_path / "save"
+    case = Case(save_trigger_file=str(trigger))
+    for i in range(1, 6):
+        if i == 3:
+            trigger.touch()
+        case.step(i)
+    assert case.starts == [3] and not trigger.exists()
 
 
 def test_a_save_that_is_due_comes_before_the_last_one():
