@@ -51,7 +51,7 @@ _NO_PARAMETERS = re.compile(
 def rows_by_head(heads: int, groups: int, width: int) -> torch.Tensor:
     """Return, for each row of [group][queries, key, value][width], its number in Hugging Face.
 
-    There, the rows are [queries; keys; values].
+    There, the rows are [queries; keys; values]. Gates count as heads of queries in both orders.
 
     >>> rows_by_head(4, 2, 1).tolist()
     [0, 1, 4, 6, 2, 3, 5, 7]
@@ -119,7 +119,7 @@ def matrix_of(family: Family, model: ModelConfig, name: str, shape: Index) -> Ma
     counts = [rows // len(names)] * len(names)
     order = None
     if hf_modules.by_head:
-        heads = model.num_attention_heads
+        heads = model.query_heads
         groups = model.num_key_value_heads
         order = rows_by_head(heads, groups, model.kv_channels)
         if len(names) == 3:

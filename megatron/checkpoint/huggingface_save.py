@@ -98,9 +98,9 @@ def take_up(model: ModelConfig, name: str, values: torch.Tensor) -> torch.Tensor
     name_in_layer = module.split(".", 2)[-1] if module.startswith("layers.") else module
     if name_in_layer == "self_attention.query_key_value" and not model.qk_layernorm:
         groups = model.num_key_value_heads
-        heads = model.num_attention_heads // groups
+        heads = model.query_heads // groups
         changed = values.float().view(groups, heads + 2, model.kv_channels, -1).clone()
-        changed[:, :heads] *= attention
+        changed[:, : heads : 1 + model.attention_output_gate] *= attention
         return changed.view(values.shape)
     last = model.residual_scale if model.norm_position == "pre" else 1.0
     factor = {

@@ -132,6 +132,11 @@ class ModelConfig:
         "Add biases to queries, keys and values, even with --disable-bias-linear.",
         flags="--add-qkv-bias --add-qkv-bias-linear",
     )
+    attention_output_gate: bool = option(
+        False,
+        "Multiply the output of attention by the sigmoid of a gate, which is a part of the query "
+        "projection (Qwen3-Next).",
+    )
     parallel_residual: str | None = option(
         None,
         "Compute attention and MLP from the same input, and add both to the residual stream, with "
@@ -474,6 +479,11 @@ class ModelConfig:
     def qkv_bias(self) -> bool:
         """Return whether queries, keys and values have biases."""
         return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def query_heads(self) -> int:
+        """Return the number of heads that the query projection has, including gates."""
+        return self.num_attention_heads * (2 if self.attention_output_gate else 1)
 
     @property
     def layer_norms(self) -> tuple[str, ...]:

@@ -193,8 +193,9 @@ class Muon(SkipsOnDevice, AdamW):
     def orthogonalized(self, name: str, x: Tensor) -> Tensor:
         """Return the update of a parameter [.., rows, columns], which may be several matrices.
 
-        The matrices for queries, keys and values are fused as [groups (queries, key, value) d,
-        columns]. A gated unit stores its gate and value matrices as [2, rows, columns].
+        The matrices for queries (with their gates), keys and values are fused as
+        [groups (queries, key, value) d, columns]. A gated unit stores its gate and value matrices
+        as [2, rows, columns].
         """
         if self._settings.muon_split_qkv and name.endswith("query_key_value.weight"):
             groups = self._model.num_key_value_heads

@@ -85,6 +85,8 @@ class QKClip:
             smallest = all_reduce(table, tensor, dist.ReduceOp.MIN)[tensor.rank // copies]
         of_keys = smallest ** (1.0 - self._settings.qk_clip_alpha)
         of_queries = eta.unflatten(1, (groups, -1)) / of_keys.unsqueeze(2)
+        if first.gated:
+            of_queries = torch.stack((of_queries, torch.ones_like(of_queries)), -1).flatten(2)
         for (layer, layer_largest), q, k in zip(self._layers, of_queries, of_keys, strict=True):
             projection = layer.query_key_value
             ones = torch.ones_like(k).unsqueeze(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,7 +144,8 @@ class SelfAttention(torch.nn.Module):
 
     The rows of the fused weight are ordered [key-value group][queries ..., key, value][head
     dimension], so that splitting them gives every rank whole groups (the order in Megatron's
-    checkpoints since checkpoint version 2.0). With fewer groups than ranks, neighbouring ranks
+    checkpoints since checkpoint version 2.0). With --attention-output-gate each query is followed
+    by its gate, so that neighbouring rows belong to one head. With fewer groups than ranks, neighbouring ranks
     divide the queries of a group among themselves, and each holds the group's key and value.
     """
 
@@ -173,25 +175,28 @@ class SelfAttention(torch.nn.Module):
         self.core = CoreAttention(context, config, layer, recompute)
         self.groups = max(1, groups // tp)
         self.queries = heads // max(groups, tp)
+        self.gated = model.attention_output_gate
+        self.query_rows = model.query_heads // max(groups, tp)  # heads of queries and gates
         self.head_dim = d
         rows = None
         share = max(1, tp // groups)
         if tp > groups:
-            of_group = heads // groups * d
+            of_group = model.query_heads // groups * d
+            width = self.query_rows * d
             start = rank // share * (of_group + 2 * d)
-            query_rows = Rows(start + rank % share * self.queries * d, self.queries * d)
+            query_rows = Rows(start + rank % share * width, width)
             rows = query_rows, Rows(start + of_group, 2 * d, share)
         self.query_key_value = ColumnParallelLinear(
             context,
             f"{name}.query_key_value",
-            ((heads + 2 * groups) * d, model.hidden_size),
+            ((model.query_heads + 2 * groups) * d, model.hidden_size),
             fill,
             model.qkv_bias,
             rows,
         )
         if model.key_value_scale != 1.0:
             shared = self.query_key_value.weight_shared
-            queries = self.queries if shared is None else 0  # in each group of the parameter
+            queries = self.query_rows if shared is None else 0  # in each group of the parameter
 
             def scale(values: Tensor) -> None:
                 by_head = values.view(self.groups, -1, d, model.hidden_size)
@@ -231,17 +236,25 @@ class SelfAttention(torch.nn.Module):
         """Compute attention over x; `recompute_input` recomputes x in the backward pass."""
         mixed = self.query_key_value(x, recompute_input)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
+        gate: Tensor | None = None
         plain = self.rotary is None and self.q_layernorm is None and call.cache is None
+        plain = plain and not self.gated
         if plain and self.core.attention == "blocked" and self.core.context_parallel is None:
             projection = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
             out = self.core(call, projection)
         else:
-            out = self.core(call, *self._apart(mixed, call))
-        result: tuple[Tensor, Tensor | None] = self.dense(out.reshape(s, b, -1))
+            *tensors, gate = self._apart(mixed, call)
+            out = self.core(call, *tensors)
+        out = out.reshape(s, b, -1)
+        if gate is not None:
+            out = out * gate.reshape(s, b, -1).sigmoid()
+        result: tuple[Tensor, Tensor | None] = self.dense(out)
         return result
 
-    def _apart(self, mixed: Tensor, call: CallContext) -> tuple[Tensor, ...]:
-        """Split the projection into q [s, b, heads/tp, d], k and v [s, b, groups/tp, d].
+    def _apart(self, mixed: Tensor, call: CallContext) -> tuple[Any, ...]:
+        """Split the projection into q [s, b, heads/tp, d], k and v [s, b, groups/tp, d], and gate.
+
+        The gate is [s, b, groups/tp, queries, d], or None.
 
         If configured, queries and keys are normalized, and then rotated by angles that depend on
         their positions.
@@ -252,24 +265,27 @@ class SelfAttention(torch.nn.Module):
             angles = self.rotary.angles(s, call.position_ids, mixed.device)
         nodes = nodes_for(mixed)
         fused = self.rotary is None or self.rotary.fused
-        if nodes is not None and fused and self.q_layernorm is None:
+        if nodes is not None and fused and self.q_layernorm is None and not self.gated:
             # One node, whose backward pass writes directly into the projection's gradient.
             sizes = self.groups, self.queries, self.head_dim
             heads: tuple[Tensor, ...] = nodes.split_heads(mixed, *sizes, *(angles or (None, None)))
             if heads is not NotImplemented:
-                return heads
-        mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
+                return *heads, None
+        mixed = mixed.view(s, b, self.groups, self.query_rows + 2, self.head_dim)
         # The gradient of split is one concatenation; slicing would make, for each slice, a gradient
         # as large as the full tensor.
-        q, k, v = mixed.split((self.queries, 1, 1), dim=3)
+        q, k, v = mixed.split((self.query_rows, 1, 1), dim=3)
+        gate: Tensor | None = None
+        if self.gated:
+            q, gate = q.unflatten(3, (-1, 2)).unbind(4)
         k = k.squeeze(3)
         v = v.squeeze(3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q = self._normed(self.q_layernorm, q)
             k = self._normed(self.k_layernorm, k)
         if self.rotary is not None and angles is not None:
-            return self.rotary.rotate_groups(q, angles), self.rotary.rotate(k, angles), v
-        return q.reshape(s, b, self.groups * self.queries, self.head_dim), k, v
+            return self.rotary.rotate_groups(q, angles), self.rotary.rotate(k, angles), v, gate
+        return q.reshape(s, b, self.groups * self.queries, self.head_dim), k, v, gate
 
     def _normed(self, norm: Norm | L2Norm, x: Tensor) -> Tensor:
         """Normalize x [s, b, .., d], each head separately or all together."""

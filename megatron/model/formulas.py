@@ -50,8 +50,8 @@ def layer_matrices(model: ModelConfig, layer: int = 0, active: bool = False) -> 
     A gated MLP has three matrices, another one has two. `active`: count only the experts that a
     token passes through.
     """
-    # queries and output; keys and values
-    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
+    # queries, gates and output; keys and values
+    heads = model.query_heads + model.num_attention_heads + 2 * model.num_key_value_heads
     return model.hidden_size * (heads * model.kv_channels + _mlp_rows(model, layer, active))
 
 
@@ -86,7 +86,7 @@ def total_parameters(model: ModelConfig, active: bool = False) -> int:
     d = model.kv_channels
     width = 2 if model.normalization == "layernorm" else 1  # vectors per norm
     layer = bias * h + len(model.layer_norms) * width * h
-    layer += int(model.qkv_bias) * (heads + 2 * groups) * d
+    layer += int(model.qkv_bias) * (model.query_heads + 2 * groups) * d
     if model.qk_layernorm:
         layer += width * d * (2 if model.qk_layernorm_over == "head" else heads + groups)
     words = _vocab(model) * h * (2 if model.untie_embeddings_and_output_weights else 1)

@@ -45,6 +45,7 @@ SETTINGS = """
 --qk-layernorm
 --qk-layernorm-over all
 --qk-l2-norm
+--attention-output-gate
 --add-qkv-bias
 --add-qkv-bias-linear => add_qkv_bias True
 --parallel-residual two_norms

@@ -20,6 +20,12 @@ VARIANTS = {
     "every second layer without RoPE": (dict(ROPE, no_rope_freq=(2,)), (77, 1), None),
     "the first layer without RoPE": (dict(ROPE, no_rope_freq=(1, 0), **LINEAR), None, (77, 3)),
     "local base": (dict(ROPE, rotary_local_base=9.0, **WINDOWS, **LINEAR), (9, 1), (77, 3)),
+    "gate": (dict(ROPE, attention_output_gate=True), (77, 1), (77, 1)),
+    "gate without positions": (
+        dict(position_embedding_type="none", attention_output_gate=True),
+        None,
+        None,
+    ),
     "norms without weights": (dict(ROPE, qk_l2_norm=True), (77, 1), (77, 1)),
 }
 
@@ -39,7 +45,9 @@ def expected(config, module, x, angles, window):
     """Return attention before the output projection's bias, from all scores."""
     model = config.model
     mixed = module.query_key_value(x).view(S, B, GROUPS, -1, D)
-    q, k, v = mixed.split((HEADS // GROUPS, 1, 1), dim=3)
+    q, k, v = mixed.split((mixed.shape[3] - 2, 1, 1), dim=3)
+    gate = q[:, :, :, 1::2].reshape(S, B, -1)
+    q = q[:, :, :, ::2] if model.attention_output_gate else q
     k, v = (t.expand(-1, -1, -1, HEADS // GROUPS, -1).flatten(2, 3) for t in (k, v))
     q = q.flatten(2, 3)
     if model.qk_l2_norm:
@@ -53,6 +61,8 @@ def expected(config, module, x, angles, window):
     scores = torch.einsum("ibhd,jbhd->bhij", q, k) / D**0.5
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     out = torch.einsum("bhij,jbhd->ibhd", weights, v).flatten(2)
+    if model.attention_output_gate:
+        out = out / (1 + (-gate).exp())
     return out @ module.dense.weight.t()
 
 
