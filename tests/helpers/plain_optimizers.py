@@ -103,6 +103,7 @@ class PlainMuon(_Plain):
             return [list(range(i, i + shape[-2])) for i in range(0, count, shape[-2])]
         d = m.kv_channels
         queries = m.num_attention_heads // m.num_key_value_heads
+        queries *= 2 if m.attention_output_gate else 1
         kinds: list[list[int]] = [[], [], []]
         for row in range(count):
             head = row // d % (queries + 2)
@@ -129,8 +130,9 @@ def clip_plainly(model: torch.nn.Module, settings: Any) -> None:
             for group in range(layer.groups):
                 of_group = eta[group * queries : (group + 1) * queries]
                 of_key = min(of_group) ** (1.0 - settings.qk_clip_alpha)
-                factors = [*(e / of_key for e in of_group), of_key, 1.0]
-                for head, factor in enumerate(factors, group * (queries + 2)):
+                of_query = [[e / of_key, 1.0] if layer.gated else [e / of_key] for e in of_group]
+                factors = [*sum(of_query, []), of_key, 1.0]
+                for head, factor in enumerate(factors, group * len(factors)):
                     p[head * d : (head + 1) * d] *= factor
         layer.core.largest.zero_()
     assert clipped, "no head was clipped: use a lower threshold"
