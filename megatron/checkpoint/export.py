@@ -76,6 +76,7 @@ def _effective(model: ModelConfig) -> Values:
     settings["add_qkv_bias"] = model.qkv_bias
     settings["window_size"] = windows_of(model)
     settings["moe_router_topk_scaling_factor"] = model.moe_router_topk_scaling_factor or 1.0
+    settings["moe_router_group_top_scores"] = model.router_group_scores
     kinds = list(map(model.layer_kind, range(model.num_layers)))
     sparse = [kind.num_experts is not None for kind in kinds]
     settings["moe_layer_freq"] = sparse

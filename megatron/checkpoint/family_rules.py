@@ -332,6 +332,66 @@ LAYERS_WITH_EXPERTS = Rule(
         "mlp_only_layers": [i for i in range(m.num_layers) if not m.has_experts(i)],
     },
 )
+
+
+def routed_experts(score: str) -> Rule:
+    """Return the rule for experts as in DeepSeek-V2 ("softmax"), and V3 and GLM-4.5 ("sigmoid").
+
+    With "sigmoid", the weights of several chosen experts add up to the scaling factor, and a group
+    is ranked by its best two scores, otherwise by its best score.
+    """
+    sigmoid = score == "sigmoid"
+
+    def read(fields: Fields) -> Values:
+        experts = _number(fields, "n_routed_experts", int)
+        layers = len(_layers(fields))
+        topk = _positive(fields, "num_experts_per_tok", int)
+        dense = min(_number(fields, "first_k_dense_replace", int), layers)
+        shared = _positive(fields, "n_shared_experts", int)
+        method = "noaux_tc" if sigmoid else fields["topk_method"]
+        if not 2 <= experts <= _MOST_EXPERTS // layers:
+            raise unsupported("n_routed_experts", experts)
+        if sigmoid and flag(fields, "norm_topk_prob") != (topk > 1):
+            raise unsupported("norm_topk_prob", fields["norm_topk_prob"])
+        if method not in ("noaux_tc", "greedy", "group_limited_greedy"):
+            raise unsupported("topk_method", method)
+        values = {
+            "num_experts": experts,
+            "moe_router_topk": topk,
+            "moe_router_topk_scaling_factor": _positive(fields, "routed_scaling_factor"),
+            "moe_shared_expert_intermediate_size": shared
+            * _positive(fields, "moe_intermediate_size", int),
+            "moe_layer_freq": (0,) * dense + (1,) * (layers - dense) if dense else (1,),
+        }
+        if method == "greedy" or fields["n_group"] == fields["topk_group"]:
+            return values
+        return values | {
+            "moe_router_num_groups": _positive(fields, "n_group", int),
+            "moe_router_group_topk": _positive(fields, "topk_group", int),
+            "moe_router_group_top_scores": 2 if sigmoid else 1,
+        }
+
+    def write(model: ModelConfig) -> Values:
+        groups = model.moe_router_num_groups
+        shared = model.moe_shared_expert_intermediate_size or 0
+        sparse = list(map(model.has_experts, range(model.num_layers)))
+        fields: Values = {
+            "n_routed_experts": model.num_experts,
+            "num_experts_per_tok": model.moe_router_topk,
+            "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+            "n_shared_experts": shared // (model.moe_ffn_hidden_size or 1),
+            "first_k_dense_replace": sparse.index(True) if any(sparse) else model.num_layers,
+            "norm_topk_prob": sigmoid and model.moe_router_topk > 1,
+            "n_group": groups or 1,
+            "topk_group": model.moe_router_group_topk or 1,
+        }
+        if not sigmoid:
+            fields["topk_method"] = "group_limited_greedy" if groups else "greedy"
+        return fields
+
+    return Rule(read, write)
+
+
 WINDOW_IF_USED = Rule(
     lambda f: _window(f["sliding_window"], [True]) if flag(f, "use_sliding_window") else {},
     lambda m: {"use_sliding_window": m.window_size is not None, **_window_size(m)},

@@ -395,8 +395,14 @@ class ModelConfig:
     moe_router_group_topk: int | None = option(
         None,
         "Number of groups from which each token chooses: those with the largest sums of their best "
-        "moe-router-topk / moe-router-group-topk scores.",
+        "scores.",
         WIDTH,
+    )
+    moe_router_group_top_scores: int | None = option(
+        None,
+        "Number of best scores whose sum ranks a group (DeepSeek-V2: 1, V3: 2).",
+        WIDTH,
+        derived="moe-router-topk / moe-router-group-topk",
     )
     moe_router_force_load_balancing: bool = option(
         False,
@@ -527,6 +533,12 @@ class ModelConfig:
         number of outputs does not grow with the width (Yang et al., arXiv 2203.03466, table 8).
         """
         return self.mup_base_hidden_size / self.hidden_size if self.use_mup else 1.0
+
+    @property
+    def router_group_scores(self) -> int:
+        """Return the number of best scores by which a group of experts is ranked."""
+        even = self.moe_router_topk // (self.moe_router_group_topk or 1)
+        return self.moe_router_group_top_scores or even
 
     def mup_base(self) -> ModelConfig:
         """Return muP's base model with this model's depth, and with experts scaled like the MLP."""

@@ -133,16 +133,18 @@ def _router(config: Sections) -> Problems:
         )
     if groups is None or chosen is None:
         return
-    if experts % groups or chosen > groups or topk % chosen:
+    scores = model.moe_router_group_top_scores
+    if experts % groups or chosen > groups or (scores is None and topk % chosen):
         yield (
             f"--moe-router-num-groups {groups} must divide --num-experts {experts}, and "
-            f"--moe-router-group-topk {chosen} must be at most the number of groups and divide "
-            f"--moe-router-topk {topk}"
+            f"--moe-router-group-topk {chosen} must be at most the number of groups and, without "
+            f"--moe-router-group-top-scores, divide --moe-router-topk {topk}"
         )
-    elif topk // chosen > experts // groups:
+    elif topk > experts // groups * chosen or (scores or 1) > experts // groups:
         yield (
-            f"--moe-router-topk {topk} needs more experts than {chosen} groups of "
-            f"{experts // groups} have: lower it, or raise --moe-router-group-topk"
+            f"--moe-router-topk {topk} and --moe-router-group-top-scores {scores or 1} need more "
+            f"experts than {chosen} groups of {experts // groups} have: lower them, or raise "
+            "--moe-router-group-topk"
         )
 
 

@@ -72,7 +72,7 @@ NEEDED = """
     moe_shared_expert_intermediate_size  moe_shared_expert_gate moe_shared_expert_overlap
     moe_router_score_function=softmax  moe_router_pre_softmax
     moe_router_score_function=sigmoid  moe_router_enable_expert_bias
-    moe_router_num_groups  moe_router_group_topk
+    moe_router_num_groups  moe_router_group_topk moe_router_group_top_scores
     moe_router_group_topk  moe_router_num_groups
 """
 

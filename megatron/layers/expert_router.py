@@ -278,7 +278,7 @@ class Router(torch.nn.Module):
         chosen = self.config.moe_router_group_topk
         assert groups is not None and chosen is not None, "they are given together"
         cut = scores.unflatten(-1, (groups, -1))
-        best = cut.topk(self.config.moe_router_topk // chosen, dim=-1).values.sum(-1)
+        best = cut.topk(self.config.router_group_scores, dim=-1).values.sum(-1)
         outside = torch.ones_like(best, dtype=torch.bool).scatter_(
             -1, best.topk(chosen, dim=-1).indices, False
         )

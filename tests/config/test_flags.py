@@ -125,6 +125,7 @@ SETTINGS = """
 --moe-router-topk-scaling-factor 2.5
 --moe-router-num-groups 4
 --moe-router-group-topk 2
+--moe-router-group-top-scores 1
 --moe-router-load-balancing-type aux_loss seq_aux_loss => moe_router_load_balancing_type (aux_loss,seq_aux_loss)
 --moe-aux-loss-coeff 0.01 => moe_aux_loss_coeff (0.01,)
 --moe-loss-coeff 0.1 => moe_aux_loss_coeff (0.1,)
@@ -611,6 +612,7 @@ BESIDE = """
 --moe-shared-expert-gate --moe-shared-expert-overlap => --num-experts 8 --moe-shared-expert-intermediate-size \
     64 --disable-bias-linear
 --moe-router-num-groups => --num-experts 8 --moe-router-group-topk 1
+--moe-router-group-top-scores => --num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 1
 --moe-router-group-topk => --num-experts 8 --moe-router-num-groups 4
 --moe-router-load-balancing-type => --num-experts 8 --moe-aux-loss-coeff 0.1 0.2
 --moe-router-enable-expert-bias => --num-experts 8 --moe-router-score-function sigmoid

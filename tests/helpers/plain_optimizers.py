@@ -130,8 +130,8 @@ def clip_plainly(model: torch.nn.Module, settings: Any) -> None:
             for group in range(layer.groups):
                 of_group = eta[group * queries : (group + 1) * queries]
                 of_key = min(of_group) ** (1.0 - settings.qk_clip_alpha)
-                of_query = [[e / of_key, 1.0] if layer.gated else [e / of_key] for e in of_group]
-                factors = [*sum(of_query, []), of_key, 1.0]
+                gate = [1.0] if layer.gated else []
+                factors = [f for e in of_group for f in (e / of_key, *gate)] + [of_key, 1.0]
                 for head, factor in enumerate(factors, group * len(factors)):
                     p[head * d : (head + 1) * d] *= factor
         layer.core.largest.zero_()

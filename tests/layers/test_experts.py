@@ -51,6 +51,12 @@ CASES = {
         moe_router_load_balancing_type=("seq_aux_loss", "aux_loss"),
         moe_aux_loss_coeff=(0.2, 0.4),
     ),
+    "deepseek 2": dict(
+        moe_router_pre_softmax=True,
+        moe_router_num_groups=2,
+        moe_router_group_topk=1,
+        moe_router_group_top_scores=1,
+    ),
     "one sigmoid": dict(SIGMOID, moe_router_topk=1),
     "global": dict(moe_router_load_balancing_type=("global_aux_loss",), moe_aux_loss_coeff=(0.5,)),
     "z": dict(moe_z_loss_coeff=0.2),
@@ -114,7 +120,7 @@ def reference(
         ranking = (scores[s, b] if bias is None else scores[s, b] + bias).detach().numpy().copy()
         if m.moe_router_num_groups:
             grouped = ranking.reshape(m.moe_router_num_groups, -1)
-            each = k // m.moe_router_group_topk
+            each = m.moe_router_group_top_scores or k // m.moe_router_group_topk
             sums = [np.sort(row)[::-1][:each].sum() for row in grouped]
             for group in np.argsort(sums)[: -m.moe_router_group_topk]:
                 grouped[group] = -np.inf
