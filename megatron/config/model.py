@@ -137,6 +137,12 @@ class ModelConfig:
         "Multiply the output of attention by the sigmoid of a gate, which is a part of the query "
         "projection (Qwen3-Next).",
     )
+    softmax_type: str = option(
+        "vanilla",
+        "Attention sinks, terms that are added to the denominator of the softmax. off-by-one: 1. "
+        "learnable: exp of a parameter for each head (gpt-oss).",
+        choices="vanilla off-by-one learnable",
+    )
     parallel_residual: str | None = option(
         None,
         "Compute attention and MLP from the same input, and add both to the residual stream, with "

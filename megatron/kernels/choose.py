@@ -70,6 +70,7 @@ class AttentionFeatures:
     windowed     whether there is a sliding window
     capped       whether scores have a soft cap, which torch's attention lacks
     alibi        whether positions are encoded by ALiBi
+    sinks        whether there are attention sinks, which need the logarithms of the denominators
     ring         whether keys and values rotate over context-parallel ranks: a kernel must then
                  return the logarithms with which partial softmaxes are merged
     large_heads  whether heads have over 256 entries, which flash kernels lack
@@ -81,6 +82,7 @@ class AttentionFeatures:
     windowed: bool = False
     capped: bool = False
     alibi: bool = False
+    sinks: bool = False
     ring: bool = False
     large_heads: bool = False
     odd_heads: bool = False
@@ -92,6 +94,7 @@ class AttentionFeatures:
         return cls(
             ring=config.parallel.ring_size > 1,
             alibi=model.position_embedding_type == "alibi",
+            sinks=model.softmax_type != "vanilla",
             large_heads=model.kv_channels > 256,
             odd_heads=model.kv_channels % 8 > 0,
             drops=model.attention_dropout > 0.0,
@@ -113,7 +116,7 @@ def flash_attention(
     """
     version = _version("flash_attn", "flash-attn")
     reason = _why_no_flash(version, device_type, dtype_name, features)
-    fallback = _NAMES["blocked" if features.capped else "torch"]
+    fallback = _NAMES["blocked" if features.capped or features.sinks else "torch"]
     return OptionalPackage("flash-attn", version, not reason, reason, fallback)
 
 
@@ -129,6 +132,8 @@ def _why_no_flash(
         return f"does not compute in {dtype_name}"
     if reason := _import_problem("flash_attn", "flash_attn_func") or _too_old_for_flash_attention():
         return reason
+    if features.sinks and not features.ring:
+        return "has no attention sinks"
     if features.large_heads:
         return "has no heads of over 256 entries"
     # flash-attn's window_size, alibi_slopes and softcap were added in these versions
@@ -186,7 +191,7 @@ def choose_attention(
     --attention-backend unfused, local and blocked are always followed. If flash-attn cannot be
     used, another implementation replaces it without an error; the log reports the choice (see
     report). Where torch's attention has no kernel, "blocked" replaces it:
-    for capped scores, for dropout on a CPU, and for a ring if torch does not return logarithms.
+    for capped scores, for attention sinks, for dropout on a CPU, and for a ring if torch does not return logarithms.
     With --attention-backend auto it does so also on a CPU where it is faster.
     """
     backend = kernels.attention_backend
@@ -197,7 +202,8 @@ def choose_attention(
         return "blocked"
     if backend in FLASH_BACKENDS and flash_attention(device_type, dtype_name, features).usable:
         return "flash"
-    if features.capped or (features.drops and device_type == "cpu"):
+    sinks = features.sinks and not features.ring
+    if features.capped or sinks or (features.drops and device_type == "cpu"):
         return "blocked"
     if features.ring:
         # On a CPU torch's kernel takes 0.6 to 0.9 of the time of blocked attention, in all dtypes:
@@ -570,6 +576,8 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
         return "only blocked attention uses it"
     if name == "masked_softmax" and attention != "unfused":
         return "only unfused attention uses it"
+    if name == "masked_softmax" and model.softmax_type != "vanilla":
+        return f"--softmax-type {model.softmax_type}"
     if name == "permute" and model.num_experts is None:
         return "no --num-experts"
     if name == "rotary" and model.position_embedding_type != "rope":

@@ -12,9 +12,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.config import Config
+from megatron.config import Config, ModelConfig
 from megatron.errors import ConfigError
 from megatron.kernels.choose import AttentionFeatures, choose_attention
 from megatron.kernels.library import nodes_for, recompute_later
@@ -22,12 +23,25 @@ from megatron.kernels.ops.attention import NO_WINDOW
 from megatron.layers.attention_blocked import blocked_attention, update_largest
 from megatron.layers.attention_fused import flash_attention, torch_attention
 from megatron.layers.attention_unfused import Scoring, cached_attention, unfused_attention
-from megatron.layers.context import CallContext, LayerContext, change_initial, weight_fills
+from megatron.layers.context import (
+    CallContext,
+    LayerContext,
+    change_initial,
+    normal,
+    weight_fills,
+)
 from megatron.layers.linear import ColumnParallelLinear, RecomputeInput, RowParallelLinear
 from megatron.layers.norm import L2Norm, Norm, norm_of
 from megatron.layers.positions import RotaryEmbedding
+from megatron.parallel.gradient_accumulator import wide
 from megatron.parallel.keyed_random import Site, mix, seeded
 from megatron.parallel.sharding import Rows
+
+
+def padded(x: Tensor, width: int) -> Tensor:
+    """Pad the last dimension of x with zeros to `width` entries."""
+    more = width - x.shape[-1]
+    return F.pad(x, (0, more)) if more else x
 
 
 class CoreAttention:
@@ -37,6 +51,7 @@ class CoreAttention:
     recompute  whether to recompute attention in the backward pass
 
     attention  name of the implementation (choose_attention)
+    sink       logits of this tensor rank's attention sinks (--softmax-type), [heads/tp], or None
     largest    the largest scaled product q k^T of each head in the training passes of this step, at
                least 0, for QK-clip: fp32 [heads/tp]; None: not recorded
     """
@@ -73,12 +88,18 @@ class CoreAttention:
             model.attention_logit_softcapping or 0.0,
             NO_WINDOW if window is None else window,
             context.alibi(self.heads) if model.position_embedding_type == "alibi" else None,
-            context.fusions,
+            fusions=context.fusions,
         )
         self.largest: Tensor | None = None
+        self.sink: Tensor | None = None
+        if model.softmax_type == "off-by-one":
+            heads = self.heads // context.tensor.size
+            self.sink = torch.zeros(heads, device=context.parameters.device)
 
     def __call__(self, call: CallContext, *tensors: Tensor) -> Tensor:
         """Map q [s, b, heads/tp, d], k and v [s, b, kv heads/tp, d] to [s, b, heads/tp, d].
+
+        v, and then the result, may have a smaller d.
 
         With fewer kv heads than tensor ranks, each rank has one. Without a cache or context
         parallelism, blocked attention also accepts the fused projection of all three,
@@ -87,7 +108,8 @@ class CoreAttention:
         if call.cache is not None:
             q, k, v = tensors
             if (stored := call.cache.put(self.layer, k, v)) is not None:
-                return cached_attention(q, *stored, call.cache.padding, self.scoring)
+                scoring = self.scoring._replace(sink=self.sink)
+                return cached_attention(q, *stored, call.cache.padding, scoring)
         if self.context_parallel is not None:
             assert self.context_parallel.attend is not None, "the model sets it"
             return self.context_parallel.attend(self.context_parallel, self, call, *tensors)
@@ -95,7 +117,12 @@ class CoreAttention:
 
     def scoring_of(self, call: CallContext, positions: int) -> Scoring:
         """Return the scoring of a call with weights [b, this rank's heads, positions, keys]."""
-        scoring = self.scoring._replace(documents=call.documents)
+        sink = self.sink
+        if sink is not None:
+            exchange = self.context_parallel
+            sink = sink if exchange is None else sink.chunk(exchange.heads)[exchange.head_rank]
+            sink = wide(sink)
+        scoring = self.scoring._replace(documents=call.documents, sink=sink)
         if call.dropout is None:
             return scoring
         row_layout = call.dropout.weights(
@@ -115,7 +142,7 @@ class CoreAttention:
             update_largest(largest, tensors, scoring, call.padding)
         return self.recomputed(partial(self._core, scoring), *tensors)
 
-    def recomputed(self, core: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def recomputed(self, core: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
         """Return core(*tensors), which is recomputed in the backward pass if configured."""
         if self.recompute and torch.is_grad_enabled():
             return recompute_later(core, *tensors)
@@ -127,14 +154,32 @@ class CoreAttention:
         q, k, v = tensors
         if self.attention == "unfused":
             return unfused_attention(q, k, v, scoring)
+        width = v.shape[-1]
+        v = padded(v, k.shape[-1])  # kernels that store no scores have one size of heads
         core = flash_attention if self.attention == "flash" else torch_attention
         if not scoring.dropout:
-            return core(q, k, v, scoring)
+            return core(q, k, v, scoring)[..., :width]
         # These kernels number samples and heads from 0 in each call, so the seed has to distinguish
         # micro-batches and ranks.
         assert scoring.row_layout is not None, "dropout has a row layout"
         with seeded(q.device, mix(scoring.seed, scoring.row_layout.first())):
-            return core(q, k, v, scoring)
+            return core(q, k, v, scoring)[..., :width]
+
+
+def add_sinks(
+    module: torch.nn.Module,
+    core: CoreAttention,
+    context: LayerContext,
+    name: str,
+    model: ModelConfig,
+) -> None:
+    """Give a layer the parameter of --softmax-type learnable, a logit for each head."""
+    if model.softmax_type == "learnable":
+        shape = (model.num_attention_heads,)
+        fill = normal(model.init_method_std)
+        make = context.parameters.create
+        core.sink = make(f"{name}.softmax_offset", shape, 0, fill, decay=False)
+        module.softmax_offset = core.sink
 
 
 class SelfAttention(torch.nn.Module):
@@ -173,6 +218,7 @@ class SelfAttention(torch.nn.Module):
             scaled = replace(model, rope_scaling=kind.rope_scaling)
             self.rotary = context.rotary(turned, kind.rotary_base, scaled)
         self.core = CoreAttention(context, config, layer, recompute)
+        add_sinks(self, self.core, context, name, model)
         self.groups = max(1, groups // tp)
         self.queries = heads // max(groups, tp)
         self.gated = model.attention_output_gate

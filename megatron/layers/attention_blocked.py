@@ -129,6 +129,38 @@ def _put_product(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.copy_(torch.bmm(a, b))
 
 
+def _rows_of_sink(sink: Tensor, like: Tensor, samples: int) -> Tensor:
+    """Return sink [heads] for each row of `like` [b groups, s share], b samples."""
+    by_group = sink.view(len(like) // samples, 1, -1)
+    rows = like.shape[1] // by_group.shape[-1]
+    return by_group.to(like.dtype).repeat(samples, rows, 1).flatten(1)
+
+
+def add_sink(out: Tensor, logarithms: Tensor, sink: Tensor | None, samples: int) -> None:
+    """Add a key with the value 0 and the logits `sink` [heads] to attention, in place.
+
+    out         [b groups, s share, d]
+    logarithms  logarithms of the softmax's denominators, [b groups, s share]
+    """
+    if sink is None:
+        return
+    total = torch.logaddexp(logarithms, _rows_of_sink(sink, logarithms, samples))
+    out.mul_((logarithms - total).exp_().unsqueeze(-1))
+    logarithms.copy_(total)
+
+
+def sink_gradient(sink: Tensor, logarithms: Tensor, dots: Tensor, samples: int) -> Tensor:
+    """Return the gradient of sink [heads]: minus the sum of its weight times dots.
+
+    logarithms, dots  of all denominators, and of products of output and its gradient, both
+                      [b groups, s share]
+    """
+    weights = (_rows_of_sink(sink, logarithms, samples) - logarithms).exp_()
+    share = len(sink) * samples // len(dots)
+    by_head = (weights * dots).view(samples, -1, dots.shape[1] // share, share)
+    return by_head.sum((0, 2)).neg_().flatten().to(sink.dtype)
+
+
 def add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
     """Compute total = a b if `fresh`, otherwise total += a b.
 
@@ -155,20 +187,21 @@ def _split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Attention(Node):
-    """Attention [s, b, groups, share, d] for q, k and v from _split(tensors).
+    """Attention [s, b, groups, share, d] for q, k and v from _split(tensors), with a sink [heads].
 
-    The gradients have the shapes of the tensors.
+    v, and then the result, may have another d. The gradients have the shapes of the tensors.
     """
 
     @staticmethod
-    def forward(ctx: Context, weigher: Weigher, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Context, weigher: Weigher, sink: Tensor | None, *tensors: Tensor) -> Tensor:
         q, k, v = _split(tensors)
         operators, slopes, params = weigher
         s, b, groups, share, d = q.shape
         # All blocks count as one attention pass, and their rate is measured together.
         keys_seen = min(s, params.window + 1)
-        with counts_as(Attention(b, groups * share, s, d, keys=keys_seen)):
-            out = q.new_empty(q.shape)
+        mean = (d + v.shape[-1]) // 2
+        with counts_as(Attention(b, groups * share, s, mean, keys=keys_seen)):
+            out = q.new_empty(*q.shape[:-1], v.shape[-1])
             queries = query_rows(q)
             keys = key_rows(k)
             values = key_rows(v)
@@ -194,23 +227,28 @@ class _Attention(Node):
                         )
                     )
                     _put_product(result.rows[batch, rows], scores, values[batch, key:last])
+            add_sink(result.rows, logarithms, sink, b)
             result.put()
-        ctx.save_for_backward(out, logarithms, *tensors)
+        ctx.save_for_backward(out, logarithms, sink, *tensors)
         ctx.weigher = weigher
         return out
 
     @staticmethod
     def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
-        out, logarithms, *tensors = ctx.saved_tensors
+        out, logarithms, sink, *tensors = ctx.saved_tensors
         gradients = tuple(torch.empty_like(x) for x in tensors)
         q, k, v = _split(tuple(tensors))
         dq, dk, dv = _split(gradients)
         operators, slopes, params = ctx.weigher
         s, b, groups, share, d = q.shape
         keys_seen = min(s, params.window + 1)
-        with counts_as(Attention(b, groups * share, s, d, True, keys_seen)):
+        mean = (d + v.shape[-1]) // 2
+        dsink: Tensor | None = None
+        with counts_as(Attention(b, groups * share, s, mean, True, keys_seen)):
             dout = dout.contiguous()
             dots = query_rows(operators.dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
+            if sink is not None:
+                dsink = sink_gradient(sink, logarithms, dots, b)
             queries = query_rows(q)
             keys = key_rows(k)
             values = key_rows(v)
@@ -260,7 +298,7 @@ class _Attention(Node):
                     to_queries.rows[batch] = total
             for result in (to_queries, to_keys, to_values):
                 result.put()
-        return None, *gradients
+        return None, dsink, *gradients
 
 
 def blocked_attention(tensors: tuple[Tensor, ...], scoring: Scoring = PLAIN) -> Tensor:
@@ -269,23 +307,24 @@ def blocked_attention(tensors: tuple[Tensor, ...], scoring: Scoring = PLAIN) -> 
     tensors    the projection [s, b, groups, queries + 2, d] alone, in which a group's queries come
                before its key and its value; or q [s, b, heads, d], k and v [s, b, groups, d]
     """
-    q, k, _ = _split(tensors)
+    q, k, v = _split(tensors)
     positions, samples = q.shape[:2]
     if scoring.dropout >= 1.0:
-        return (q * 0.0 + k.unsqueeze(3) * 0.0).flatten(2, 3)
+        return (q * 0.0 + k.unsqueeze(3) * 0.0).flatten(2, 3)[..., : v.shape[-1]]
     documents = scoring.documents
     if documents is None:
         starts = torch.arange(samples, device=q.device)
-        return _Attention.apply(weigher(scoring, q, starts, positions), *tensors).flatten(2, 3)
+        of_all = weigher(scoring, q, starts, positions)
+        return _Attention.apply(of_all, scoring.sink, *tensors).flatten(2, 3)
     outs = []
     for starts, *batch in zip(
         documents.starts, *(documents.batches(x) for x in tensors), strict=True
     ):
         of_batch = weigher(scoring, q, starts, positions)
-        out = _Attention.apply(of_batch, *(x.transpose(0, 1) for x in batch))
+        out = _Attention.apply(of_batch, scoring.sink, *(x.transpose(0, 1) for x in batch))
         outs.append(out.transpose(0, 1).flatten(0, 1))
     rows = torch.cat(outs).index_select(0, documents.groups.scatter)
-    return rows.view(positions, samples, -1, q.shape[-1])
+    return rows.view(positions, samples, -1, rows.shape[-1])
 
 
 @torch.no_grad()

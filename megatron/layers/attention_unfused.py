@@ -28,6 +28,7 @@ class Scoring(NamedTuple):
     cap         scores x become cap tanh(x / cap); 0: no cap
     window      number of keys before its own position that a query sees
     alibi       the bias of the scores; None: no bias
+    sink        logits of a key with the value 0 that every query sees, [heads]; None: no such key
     fusions     operators that use kernels; kernels draw other dropout masks than torch
     documents   documents within which tokens see each other; None: within a sample
     dropout     dropout probability of the weights; `seed` determines the masks
@@ -40,6 +41,7 @@ class Scoring(NamedTuple):
     cap: float = 0.0
     window: int = NO_WINDOW
     alibi: Alibi | None = None
+    sink: Tensor | None = None
     fusions: Fusions = NONE
     documents: Documents | None = None
     dropout: float = 0.0
@@ -77,7 +79,7 @@ PLAIN = Scoring()
 def unfused_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """Return causal attention [s, b, heads, d] with stored scores, as `scoring` specifies.
 
-    q [s, b, heads, d], k and v [s, b, kv heads, d].
+    q [s, b, heads, d], k and v [s, b, kv heads, d]; v, and then the result, may have another d.
 
     Query head h reads key-value head h // (heads / kv heads). Keys and values are not copied: the
     queries of a group are the rows of one matrix. The weights [b, heads, s, s] are kept for the
@@ -103,8 +105,8 @@ def unfused_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN)
         scoring.fusions.bias_dropout,
         scoring.at(s, heads),
     )
-    out = torch.bmm(weights.view(b * groups, -1, s), values).view(b, groups, heads // groups, s, d)
-    return out.permute(3, 0, 1, 2, 4).reshape(s, b, heads, d)
+    out = torch.bmm(weights.view(b * groups, -1, s), values).view(b, groups, heads // groups, s, -1)
+    return out.permute(3, 0, 1, 2, 4).reshape(s, b, heads, -1)
 
 
 def _softmax(scores: Tensor, scale: float, scoring: Scoring) -> Tensor:
@@ -115,13 +117,21 @@ def _softmax(scores: Tensor, scale: float, scoring: Scoring) -> Tensor:
     documents = scoring.documents
     hidden = None if documents is None else documents.hidden
     window = scoring.window
-    if not scoring.fusions.masked_softmax:
+    if not scoring.fusions.masked_softmax or scoring.sink is not None:
         hidden = hidden_keys(hidden, scores, window)
-        wide = wider(scores) * scale
-        return wide.masked_fill(hidden, float("-inf")).softmax(-1).to(scores.dtype)
+        wide = (wider(scores) * scale).masked_fill(hidden, float("-inf"))
+        return _with_sink(wide, scoring.sink).to(scores.dtype)
     if hidden is None:
         return causal_softmax(scores, scale, window)
     return masked_softmax(scores, hidden, scale, window)
+
+
+def _with_sink(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """Return the softmax of scores [b, heads, queries, keys], without the weight of the sink."""
+    if sink is None:
+        return scores.softmax(-1)
+    column = sink.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
 
 
 def cached_attention(
@@ -134,7 +144,7 @@ def cached_attention(
     """Return the attention of each sample's newest token to its tokens so far: [1, b, heads, d].
 
     q         [1, b, heads, d]
-    k, v      [b, kv heads, n, d], the newest token last (KeyValueCache)
+    k, v      [b, kv heads, n, d], the newest token last (KeyValueCache); v may have another d
     padding   fp32 [b, n], -infinity where a sample has no token, otherwise 0; None: all have tokens
 
     With a window, only keys in the window count.
@@ -156,5 +166,5 @@ def cached_attention(
         scores = scores + torch.outer(alibi.slopes, behind).view(groups, -1, n)
     if padding is not None:
         scores = scores + padding[:, None, None, :]
-    weights = scores.softmax(-1).to(v.dtype).view(b * groups, -1, n)
-    return torch.bmm(weights, v.flatten(0, 1)).view(1, b, -1, d)
+    weights = _with_sink(scores.view(b, -1, 1, n), scoring.sink).to(v.dtype)
+    return torch.bmm(weights.view(b * groups, -1, n), v.flatten(0, 1)).view(1, b, -1, v.shape[-1])

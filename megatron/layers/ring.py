@@ -31,15 +31,17 @@ from torch import Tensor
 
 from megatron.kernels.cost import Attention, counts_as
 from megatron.kernels.ops import attention as kernel
-from megatron.layers.attention import CoreAttention
+from megatron.layers.attention import CoreAttention, padded
 from megatron.layers.attention_blocked import (
     Weigher,
     add_product,
+    add_sink,
     cut_heads,
     key_rows,
     put_rows,
     queries_at_once,
     query_rows,
+    sink_gradient,
     transposed,
     weigher,
 )
@@ -278,10 +280,15 @@ class Rotation:
 
 
 class _Ring(Node):
-    """Attention out [n, b, groups, share, d] for q of that shape, and k and v [n, b, groups, d]."""
+    """Attention out [n, b, groups, share, d] for q of that shape, and k and v [n, b, groups, d].
+
+    sink  see Scoring
+    """
 
     @staticmethod
-    def forward(ctx: Context, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        ctx: Context, ring: Ring, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    ) -> Tensor:
         n, b, groups, share, d = q.shape
         operators, slopes, params = ring.weigher
         flash = ring.flash
@@ -315,14 +322,15 @@ class _Ring(Node):
                         )
             if coming is not None:
                 pairs = coming.wait()
+        add_sink(total, sums, sink, b)
         out = _of_rows(total, q)
-        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.save_for_backward(q, k, v, out, sums, sink)
         ctx.ring = ring
         return out
 
     @staticmethod
     def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums = ctx.saved_tensors
+        q, k, v, out, sums, sink = ctx.saved_tensors
         ring: Ring = ctx.ring
         n, b, groups, share, d = q.shape
         operators, slopes, params = ring.weigher
@@ -331,10 +339,14 @@ class _Ring(Node):
         queries = query_rows(q)
         douts = query_rows(dout)
         pairs = torch.stack([key_rows(k), key_rows(v)])
+        dsink: Tensor | None = None
+        if flash is None or sink is not None:
+            dots = query_rows(operators.dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
+        if sink is not None:
+            dsink = sink_gradient(sink, sums, dots, b)
         if flash is not None:
             outs = query_rows(out)
         else:
-            dots = query_rows(operators.dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
             dots = ring.by_number(dots)
             sums = ring.by_number(sums)
         to_queries = torch.zeros_like(queries, dtype=sums.dtype)
@@ -377,7 +389,7 @@ class _Ring(Node):
                 pairs = coming.wait()
         local += ring.rotate(following).wait()
         to_keys, to_values = (_of_rows(x, k.unsqueeze(3)).squeeze(3) for x in local.unbind())
-        return None, _of_rows(to_queries, q), to_keys, to_values
+        return None, _of_rows(to_queries, q), to_keys, to_values, dsink
 
 
 def _of_rows(rows: Tensor, like: Tensor) -> Tensor:
@@ -408,8 +420,11 @@ def attend(
 ) -> Tensor:
     """Return attention over full sequences; each rank passes its own rows.
 
-    q [s/c, b, heads, d], k and v [s/c, b, kv heads, d] -> [s/c, b, heads, d].
+    q [s/c, b, heads, d], k and v [s/c, b, kv heads, d] -> [s/c, b, heads, d]. v, and then the
+    result, may have a smaller d; in messages it does not.
     """
+    width = v.shape[-1]
+    v = padded(v, k.shape[-1])
     if context_parallel.heads > 1:
         q, k, v = context_parallel.rows_for_heads(q, k, v)
     if context_parallel.ring_size == 1:
@@ -418,7 +433,8 @@ def attend(
         out = core.within(call, slice(first, first + count), q, k, v)
     else:
         out = _rotating(context_parallel, core, call, q, k, v)
-    return out if context_parallel.heads == 1 else context_parallel.heads_for_rows(out)
+    out = out if context_parallel.heads == 1 else context_parallel.heads_for_rows(out)
+    return out[..., :width]
 
 
 def _rotating(
@@ -443,4 +459,4 @@ def _rotating(
     )
     if core.attention != "blocked":
         ring = replace(ring, flash=Flash(core.attention, *weighs.params[:2], weighs.params.cap))
-    return core.recomputed(partial(_Ring.apply, ring), q, k, v).flatten(2, 3)
+    return core.recomputed(partial(_Ring.apply, ring), q, k, v, scoring.sink).flatten(2, 3)

@@ -89,6 +89,8 @@ def total_parameters(model: ModelConfig, active: bool = False) -> int:
     layer += int(model.qkv_bias) * (model.query_heads + 2 * groups) * d
     if model.qk_layernorm:
         layer += width * d * (2 if model.qk_layernorm_over == "head" else heads + groups)
+    if model.softmax_type == "learnable":
+        layer += heads
     words = _vocab(model) * h * (2 if model.untie_embeddings_and_output_weights else 1)
     learned = model.position_embedding_type == "learned_absolute"
     total = words + (model.max_position_embeddings * h if learned else 0)

@@ -46,6 +46,8 @@ SETTINGS = """
 --qk-layernorm-over all
 --qk-l2-norm
 --attention-output-gate
+--softmax-type off-by-one
+--softmax-type learnable
 --add-qkv-bias
 --add-qkv-bias-linear => add_qkv_bias True
 --parallel-residual two_norms

@@ -26,6 +26,8 @@ VARIANTS = {
         None,
         None,
     ),
+    "learned sinks": (dict(ROPE, softmax_type="learnable", **WINDOWS), (77, 1), (77, 1)),
+    "sinks": (dict(ROPE, softmax_type="off-by-one"), (77, 1), (77, 1)),
     "norms without weights": (dict(ROPE, qk_l2_norm=True), (77, 1), (77, 1)),
 }
 
@@ -59,7 +61,11 @@ def expected(config, module, x, angles, window):
     behind = torch.arange(S).unsqueeze(1) - torch.arange(S)
     hidden = (behind < 0) | (behind > (S if window is None else window))
     scores = torch.einsum("ibhd,jbhd->bhij", q, k) / D**0.5
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    weights = scores.masked_fill(hidden, float("-inf")).exp()
+    sinks = {"vanilla": 0, "off-by-one": 1}.get(model.softmax_type)
+    if sinks is None:
+        sinks = module.softmax_offset.view(1, -1, 1, 1).exp()
+    weights = weights / (weights.sum(-1, keepdim=True) + sinks)
     out = torch.einsum("bhij,jbhd->ibhd", weights, v).flatten(2)
     if model.attention_output_gate:
         out = out / (1 + (-gate).exp())

@@ -83,8 +83,12 @@ PAPER = [(48, 6144, 48, 22e9), (96, 12288, 96, 175e9), (128, 25600, 128, 1e12)]
 
 @pytest.mark.parametrize(
     "fields",
-    [*FAMILIES.values(), dict(COMMON, swiglu=True, ffn_hidden_size=100, kv_channels=10)],
-    ids=[*FAMILIES, "biases of swiglu"],
+    [
+        *FAMILIES.values(),
+        dict(COMMON, swiglu=True, ffn_hidden_size=100, kv_channels=10),
+        dict(COMMON, attention_output_gate=True, softmax_type="learnable", num_key_value_heads=2),
+    ],
+    ids=[*FAMILIES, "biases of swiglu", "gates and sinks"],
 )
 def test_parameters_of_a_model_that_is_built(fields):
     config = Config.create(**fields)

@@ -135,6 +135,7 @@ FAMILIES = {
         LLAMA,
         qk_l2_norm=True,
         attention_output_gate=True,
+        softmax_type="learnable",
         no_rope_freq=(4,),
         window_size=(5, 0),
         window_attn_skip_freq=(2,),
@@ -344,7 +345,9 @@ TOGETHER = [
     layout(pp=2, dp=2, zero=2, schedule="v-half", pipeline_layout="1,2,1,1", num_layers=5, **LLAMA),
     layout(pp=2, dp=2, zero=2, schedule="interleaved", pieces=late_weights.__file__),
     layout(cp=2, recompute=SELECTIVE, packed=True, micro_batch_size=2, **DOCUMENTS, **LLAMA),
-    layout(cp=4, **BOTH, **FAMILIES["qwen3"], reset_attention_mask=True),
+    layout(
+        cp=4, **BOTH, **FAMILIES["qwen3"], reset_attention_mask=True, softmax_type="learnable"
+    ),
     # The components of gpt-1t-frontier, with a different rank order.
     layout(
         tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP, rank_order="dp-pp-tp"
@@ -361,6 +364,8 @@ CONTEXT = [
     layout(cp=2, dp=2, zero=0),
     layout(cp=2, dp=2, rank_order="dp-pp-tp", **FAMILIES["gemma2"]),
     layout(tp=2, cp=2, **FAMILIES["neox"]),
+    layout(tp=2, cp=2, recompute=SELECTIVE, packed=True, **DOCUMENTS, **FAMILIES["layers"]),
+    layout(cp=4, **BOTH, **FAMILIES["layers"]),
     layout(tp=2, cp=4, sp=True, packed=True, **WINDOW, **DOCUMENTS, **{**LLAMA, **MULTI_QUERY}),
     layout(pp=2, cp=2, schedule="interleaved", recompute=BLOCK, **FAMILIES["bloom"]),
     layout(pp=4, cp=2, schedule="zb-h1", packed=True, **DOCUMENTS, **LLAMA),

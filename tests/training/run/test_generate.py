@@ -70,6 +70,13 @@ ARCHITECTURES = {
     "rope": dict(position_embedding_type="rope", rotary_percent=0.5, num_key_value_heads=2),
     "alibi": dict(position_embedding_type="alibi", num_key_value_heads=1),
     "none": dict(position_embedding_type="none", attention_backend="unfused"),
+    "layers": dict(
+        position_embedding_type="rope",
+        no_rope_freq=(2,),
+        attention_output_gate=True,
+        softmax_type="learnable",
+        init_method_std=0.5,
+    ),
     "blocked": dict(attention_backend="blocked", reset_position_ids=True),
 }
 
