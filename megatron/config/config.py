@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.deepspeed_json import merge_deepspeed_json
-from megatron.config.model import EVEN_CHOICES, ModelConfig
+from megatron.config.model import EVEN_CHOICES, GATES, ModelConfig
 from megatron.config.option import pairs
 from megatron.config.parallel import SIZES, V_SHAPED, layout_counts
 from megatron.config.parallel_checks import ring_limits
@@ -342,7 +342,7 @@ def _tokenizer(s: Settings) -> None:
 
 def _model(s: Settings) -> None:
     v = s.values
-    gate = "swiglu" if v["swiglu"] else "geglu" if v["geglu"] else ""
+    gate = next((name for name in GATES if v[name]), "")
 
     def mlp_width(hidden: int) -> int:
         # Three matrices instead of two: 2/3 of the width keeps the number of parameters the same

@@ -26,6 +26,10 @@ EVEN_CHOICES = (
     "a benchmark: --moe-router-force-load-balancing draws the experts of each token at random"
 )
 """Remark on a run and on everything reported about it."""
+GATES = tuple("swiglu geglu quick_geglu reglu liglu".split())
+"""Settings that choose a gated unit."""
+ACTIVATIONS = (*GATES, "squared_relu", "xielu", "exact_gelu", "openai_gelu")
+"""Settings that choose the activation function of the MLP."""
 
 
 class LayerKind(NamedTuple):
@@ -50,7 +54,7 @@ class ModelConfig:
         None,
         "Hidden size of the MLP.",
         FFN_WIDTH,
-        derived="4 x hidden-size; with --swiglu or --geglu 8/3 x hidden-size, rounded down to a "
+        derived="4 x hidden-size; with a gated unit, such as --swiglu, 8/3 x hidden-size, rounded down to a "
         "multiple of 64",
     )
     num_attention_heads: int = option(None, "Number of attention heads.", WIDTH)
@@ -98,6 +102,33 @@ class ModelConfig:
     apply_layernorm_1p: bool = option(False, "Store norm weights as their difference from one.")
     swiglu: bool = option(False, "Use SwiGLU instead of GELU in the MLP.")
     geglu: bool = option(False, "Use GELU-gated linear units instead of GELU in the MLP.")
+    quick_geglu: bool = option(
+        False,
+        "Use linear units gated by x sigmoid(1.702 x), a fast form of GELU, instead of GELU in the "
+        "MLP (gpt-oss).",
+    )
+    reglu: bool = option(False, "Use ReLU-gated linear units instead of GELU in the MLP.")
+    liglu: bool = option(
+        False, "Use bilinear units, whose gate has no activation, instead of GELU in the MLP."
+    )
+    activation_func_clamp_value: float | None = option(
+        None,
+        "Limit the gate of a gated unit to at most X, and its value to -X to X (gpt-oss).",
+        FACTOR,
+        metavar="X",
+        derived="no limits",
+    )
+    glu_linear_offset: float = option(
+        0.0, "Number added to the value of a gated unit (gpt-oss: 1).", Range(-1e3, 1e3)
+    )
+    xielu: bool = option(
+        False,
+        "Use xIELU, which has two learned parameters in each layer, instead of GELU in the MLP "
+        "(Apertus).",
+    )
+    weight_decay_on_xielu_alphas: bool = option(
+        False, "Apply weight decay to the parameters of xIELU."
+    )
     squared_relu: bool = option(False, "Use squared ReLU instead of GELU in the MLP.")
     exact_gelu: bool = option(False, "Compute GELU exactly, with erf, instead of its tanh form.")
     openai_gelu: bool = option(
@@ -389,6 +420,7 @@ class ModelConfig:
         False,
         "Apply the softmax over all experts, before choosing, instead of over the chosen experts.",
     )
+    moe_router_bias: bool = option(False, "Add a learned bias to the routers' scores (gpt-oss).")
     moe_router_topk_scaling_factor: float | None = option(
         None, "Factor applied to the weights of the chosen experts.", FACTOR, derived="1"
     )
@@ -471,21 +503,18 @@ class ModelConfig:
 
     @property
     def activation(self) -> str:
-        """Return '[exact_]gelu', 'openai_gelu', 'squared_relu', 'swiglu' or '[exact_]geglu'.
+        """Return 'exact_geglu', one of ACTIVATIONS or 'gelu'.
 
         'openai_gelu' is the same function as 'gelu'.
         """
-        if self.geglu:
-            return "exact_geglu" if self.exact_gelu else "geglu"
-        for name in ("swiglu", "squared_relu", "exact_gelu", "openai_gelu"):
-            if getattr(self, name):
-                return name
-        return "gelu"
+        if self.geglu and self.exact_gelu:
+            return "exact_geglu"
+        return next((name for name in ACTIVATIONS if getattr(self, name)), "gelu")
 
     @property
     def gated(self) -> bool:
         """Return whether the MLP multiplies two projections of its input."""
-        return self.swiglu or self.geglu
+        return self.activation.endswith("glu")
 
     @property
     def qkv_bias(self) -> bool:

@@ -171,6 +171,19 @@ def _expert_widths(config: Sections) -> Problems:
         yield "shared experts have no biases: add --disable-bias-linear"
 
 
+@check("num_experts")
+def _activations(config: Sections) -> Problems:
+    model = config.model
+    limits = model.activation_func_clamp_value is not None or model.glu_linear_offset
+    if limits and not model.gated:
+        yield (
+            "--activation-func-clamp-value and --glu-linear-offset need a gated unit, such as "
+            f"--swiglu or --quick-geglu: the activation is {model.activation}"
+        )
+    if model.xielu and model.num_experts is not None:
+        yield "--xielu and --num-experts cannot be combined: choose another activation"
+
+
 @check("ffn_hidden_size")
 def _upcycling(config: Sections) -> Problems:
     model = config.model

@@ -213,7 +213,10 @@ DIRECT: Mapping[str, Direct] = {
     "--glu-activation": _choice(
         "they are the only gated activations",
         # BigScience's GeGLU has the exact GELU.
-        {"swiglu": {"swiglu": True}, "geglu": {"geglu": True, "exact_gelu": True}},
+        {
+            "geglu": {"geglu": True, "exact_gelu": True},
+            **{name: {name: True} for name in ("liglu", "reglu", "swiglu")},
+        },
     ),
     "--rotary-seq-len-interpolation-factor": Direct(
         ("rope_scaling", "rope_scaling_factor"), _interpolation

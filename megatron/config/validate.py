@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from megatron.config import io_checks, model_checks, parallel_checks, training_checks
 from megatron.config.io import is_same_folder
+from megatron.config.model import ACTIVATIONS
 from megatron.config.settings import Check, Settings, all_options
 from megatron.config.training_checks import piece_problems
 
@@ -14,10 +15,8 @@ from megatron.config.training_checks import piece_problems
 EXCLUSIVE = [
     group.split()
     for group in (
-        "swiglu geglu squared_relu openai_gelu",
-        "exact_gelu swiglu",
-        "exact_gelu squared_relu",
-        "exact_gelu openai_gelu",
+        " ".join(name for name in ACTIVATIONS if name != "exact_gelu"),
+        *(f"exact_gelu {name}" for name in ACTIVATIONS if name not in ("exact_gelu", "geglu")),
         "fp16 bf16",
         "train_iters train_samples",
         "lr_decay_iters lr_decay_samples lr_decay_tokens",
@@ -52,6 +51,8 @@ NEEDED = """
     recompute_granularity=full  recompute_method
     optimizer=adam  optimizer_implementation exp_avg_dtype exp_avg_sq_dtype
     optimizer=adam  adam_beta1_schedule adam_beta2_schedule
+    xielu=true  weight_decay_on_xielu_alphas
+    num_experts  moe_router_bias
     ema_decay  ema_warmup ema_interval eval_ema save_hf_ema
     optimizer=lion  lion_beta1 lion_beta2
     optimizer=muon  muon_momentum muon_nesterov muon_split_qkv muon_scale_mode

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.config import Config
+    from megatron.config.model import ModelConfig
     from megatron.config.training import KernelConfig
 
 # -- attention and optional packages ---------------------------------------------------------------
@@ -461,6 +462,17 @@ operators have no such setting.
 """
 
 
+def fuses_activation(model: ModelConfig) -> bool:
+    """Return whether there is a kernel for the model's activation function."""
+    settings = model.activation_func_clamp_value, model.glu_linear_offset or None
+    return settings == (None, None) and model.activation not in (
+        "quick_geglu",
+        "reglu",
+        "liglu",
+        "xielu",
+    )
+
+
 def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_name: str) -> Fusions:
     """Choose the operators that use kernels on `device` (None: the CPU) in `dtype_name`.
 
@@ -578,6 +590,8 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
         return "only unfused attention uses it"
     if name == "masked_softmax" and model.softmax_type != "vanilla":
         return f"--softmax-type {model.softmax_type}"
+    if name == "bias_activation" and not fuses_activation(model):
+        return "only other activations have a kernel"
     if name == "permute" and model.num_experts is None:
         return "no --num-experts"
     if name == "rotary" and model.position_embedding_type != "rope":

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.errors import KernelError
-from megatron.layers.context import CallContext, Experts, Fill, LayerContext, change_initial
+from megatron.layers.context import (
+    CallContext,
+    Experts,
+    Fill,
+    LayerContext,
+    change_initial,
+    constant,
+)
 from megatron.layers.expert_dispatch import count_choices
 from megatron.parallel.autograd import Context, Node
 from megatron.parallel.collectives import gather_first, split_first
@@ -161,6 +168,11 @@ class Router(torch.nn.Module):
         self.experts = config.num_experts
         shape = self.experts, config.hidden_size
         self.weight = context.parameters.create(f"{name}.weight", shape, None, fill, fp32=True)
+        self.bias: torch.nn.Parameter | None = None
+        if config.moe_router_bias:
+            self.bias = context.parameters.create(
+                f"{name}.bias", shape[:1], None, constant(0.0), decay=False, fp32=True
+            )
         if config.moe_use_upcycling:  # experts made from one MLP begin with the same scores
 
             def repeat(values: Tensor) -> None:
@@ -198,6 +210,8 @@ class Router(torch.nn.Module):
             x = x * self._noise(x, config.moe_input_jitter_eps, Site.ROUTER, call, context)
         dtype = torch.promote_types(x.dtype, torch.float32)
         logits = Scores.apply(x, self.weight, dtype, context.weight_gradients)
+        if self.bias is not None:
+            logits = logits + self.bias
         if config.use_mup:
             logits = logits * config.router_scale
         if context.sequence_parallel:

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
+from megatron.kernels.choose import fuses_activation
 from megatron.kernels.cost import recomputed
 from megatron.kernels.host_copy import HostCopy
 from megatron.kernels.library import recompute_later
-from megatron.kernels.ops.elementwise import activation
 from megatron.kernels.ops.experts import RowCounts, grouped_product
 from megatron.layers.context import CallContext, Fill, LayerContext, constant, draw, weight_fills
 from megatron.layers.expert_dispatch import (
@@ -37,7 +37,7 @@ from megatron.layers.expert_dispatch import (
 )
 from megatron.layers.expert_region import ExpertRegion
 from megatron.layers.expert_router import Router, Scores, shared_by
-from megatron.layers.mlp import MLP
+from megatron.layers.mlp import MLP, activation_of
 from megatron.parallel.autograd import Context, Node
 from megatron.parallel.gradient_accumulator import wide, within_backward
 from megatron.parallel.sharding import shard
@@ -176,8 +176,8 @@ class ExpertMLP(nn.Module):
         self.hops = shared_by(context).hops or (self.group,) if self.group.size > 1 else ()
         factors = config.moe_expert_capacity_factor, config.moe_eval_capacity_factor
         self.dropless = self.group.size == 1 and factors == (None, None)
-        self.activation = config.activation
-        self.fused = context.fusions.bias_activation
+        self.activation = activation_of(config)
+        self.fused = context.fusions.bias_activation and fuses_activation(config)
         self.recompute_activation = recompute_activation
         self.recompute = recompute
         self.router = Router(context, f"{name}.router", config, index, fills[0])
@@ -292,7 +292,7 @@ class ExpertMLP(nn.Module):
             order = order[: sum(sizes())]
         rows = self.operators.permute(tokens, order, positions)  # [n, h]
         up = self.dense_h_to_4h(rows, counts)
-        activated = activation(up, None, self.activation, self.fused)
+        activated = self.activation(up, None, self.fused)
         with self._recomputed(activated, up.detach()):
             y = self.dense_4h_to_h(activated, counts)
         return self.operators.unpermute(y, positions, weights)
@@ -311,6 +311,6 @@ class ExpertMLP(nn.Module):
             if x is not None:
                 return x
             with recomputed(), torch.no_grad():
-                return activation(up, None, self.activation, self.fused)
+                return self.activation(up, None, self.fused)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

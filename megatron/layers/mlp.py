@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.kernels.ops.elementwise import activation
-from megatron.layers.context import Fill, LayerContext
+from megatron.kernels.choose import fuses_activation
+from megatron.kernels.ops.elementwise import Activation
+from megatron.layers.context import Fill, LayerContext, constant
 from megatron.layers.linear import (
     ColumnParallelLinear,
     RecomputeInput,
     RowParallelLinear,
     one_token,
 )
+from megatron.parallel.gradient_accumulator import wide
+
+
+def activation_of(config: ModelConfig) -> Activation:
+    """Return the model's activation function."""
+    return Activation(
+        config.activation, config.activation_func_clamp_value, config.glu_linear_offset
+    )
 
 
 class MLP(torch.nn.Module):
@@ -39,8 +49,15 @@ class MLP(torch.nn.Module):
         super().__init__()
         hidden = config.hidden_size
         ffn = config.ffn_hidden_size
-        self.activation = config.activation
-        self.fused = context.fusions.bias_activation
+        self.activation = activation_of(config)
+        self.fused = context.fusions.bias_activation and fuses_activation(config)
+        alphas = []
+        for sign, start in (("p", 0.8), ("n", 0.3)) if config.xielu else ():
+            fill = constant(math.log(math.expm1(start)))
+            alpha = f"{name}.activation.alpha_{sign}"
+            decays = config.weight_decay_on_xielu_alphas
+            alphas.append(context.parameters.create(alpha, (1,), None, fill, decay=decays))
+        self.alphas = nn.ParameterList(alphas)
         self.recompute_activation = recompute_activation
         up = (2, ffn, hidden) if config.gated else (ffn, hidden)
         bias = config.add_bias_linear
@@ -59,11 +76,12 @@ class MLP(torch.nn.Module):
             if fused
             else (self.dense_h_to_4h(x, recompute_input), None)
         )
-        activated = activation(up, bias, self.activation, fused)
+        alphas = tuple(map(wide, self.alphas))
+        activated = self.activation(up, bias, fused, *alphas)
         # Keeping `up` takes no additional memory: the activation function's backward pass needs it
         # anyway.
         recompute = None
         if self.recompute_activation:
-            recompute = partial(activation, up.detach(), bias, self.activation, fused)
+            recompute = partial(self.activation, up.detach(), bias, fused, *alphas)
         result: tuple[Tensor, Tensor | None] = self.dense_4h_to_h(activated, recompute)
         return result

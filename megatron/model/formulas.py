@@ -99,6 +99,9 @@ def total_parameters(model: ModelConfig, active: bool = False) -> int:
         count, outputs = _experts(model, i, active)
         biases = count * ((2 if model.gated else 1) * outputs + h)
         total += layer + layer_matrices(model, i, active) + bias * biases
+        if model.num_experts is not None and model.has_experts(i) and model.moe_router_bias:
+            total += model.num_experts
+    total += 2 * int(model.xielu) * model.num_layers
     return total
 
 

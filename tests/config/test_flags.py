@@ -496,7 +496,6 @@ REFUSED = """
 --cache-dir cache => --data-cache-path
 --use-bnb-optimizer => adam
 --fp8-format hybrid => --bf16
---glu-activation liglu => swiglu
 --use-z-loss => --logit-z-loss
 --apply-wd-to-qk-layernorm => remove
 --ds-sequence-parallel-fpdt => --context-parallel-size

@@ -276,6 +276,7 @@ SINGLE = """
 8 2 --zero-bubble-v-schedule-mem-setup half => pipeline_schedule 1f1b
 4 1 --glu-activation swiglu => swiglu True
 4 1 --glu-activation geglu => exact_gelu True
+4 1 --glu-activation reglu => reglu True
 4 1 --rotary-seq-len-interpolation-factor 4 --position-embedding-type rope => rope_scaling_factor 4.0
 # The second step, counted from 0; before the fourth.
 4 1 --profile_steps 2,3 => profile_step_start 1
@@ -293,7 +294,7 @@ SINGLE = """
 """
 REFUSED = """
 4 1 --attention-head-type multiquery --num-query-groups 2 => multiquery | --num-query-groups 2
-4 1 --glu-activation liglu => liglu | swiglu
+4 1 --glu-activation sirenglu => sirenglu | swiglu
 4 1 --profile_steps 2 => FIRST,LAST
 4 1 --activations-checkpoint-method uniform --recompute-granularity selective => uniform | selective
 4 1 --eval-iters -2 => -2

@@ -63,6 +63,15 @@ CASES = {
     "few": dict(moe_expert_capacity_factor=0.7),
     "first": dict(moe_expert_capacity_factor=0.7, moe_token_drop_policy="position"),
     "biases": dict(swiglu=False, add_bias_linear=True),
+    "gpt-oss": dict(
+        swiglu=False,
+        quick_geglu=True,
+        activation_func_clamp_value=0.4,
+        glu_linear_offset=1.0,
+        add_bias_linear=True,
+        moe_router_bias=True,
+    ),
+    **{name: {"swiglu": False, name: True} for name in ("reglu", "liglu")},
     "muP": dict(
         use_mup=True,
         mup_base_hidden_size=H // 4,
@@ -109,7 +118,7 @@ def reference(
     m = config.model
     router = layer.router
     output = 0.25 if m.use_mup else 1.0  # of 4 times the inputs of the base model
-    logits = x @ p["router.weight"].t() * output
+    logits = x @ p["router.weight"].t() * output + p.get("router.bias", 0.0)
     bias = None if router.expert_bias is None else router.expert_bias.double()
     softmax = m.moe_router_score_function == "softmax"
     k = m.moe_router_topk
@@ -167,8 +176,16 @@ def reference(
                 del weights[token][e]
 
     def mlp(y, up, down, *b):
-        if m.swiglu:
-            return down @ (F.silu(up[0] @ y) * (up[1] @ y))
+        if m.gated:
+            gate, value = (matrix @ y + (b[0][i] if b else 0.0) for i, matrix in enumerate(up))
+            if m.quick_geglu:
+                gate = gate.clamp(max=0.4)
+                return (
+                    down @ ((1 + value.clamp(-0.4, 0.4)) * gate / (1 + (-1.702 * gate).exp()))
+                    + b[1]
+                )
+            function = F.relu if m.reglu else torch.Tensor.clone if m.liglu else F.silu
+            return down @ (function(gate) * value)
         inner = up @ y + (b[0] if b else 0.0)
         return down @ F.gelu(inner, approximate="tanh") + (b[1] if b else 0.0)
 

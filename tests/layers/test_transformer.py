@@ -28,6 +28,7 @@ MODELS = {
         parallel_residual="two_norms", normalization="rmsnorm", add_bias_linear=False
     ),
     "post": dict(GROUPED, norm_position="post", qk_layernorm_over="all"),
+    "xielu": dict(xielu=True, add_bias_linear=False, weight_decay_on_xielu_alphas=True),
     # whose key and value are on both ranks
     "multi-query": dict(num_key_value_heads=1, qk_layernorm=True, qk_layernorm_over="all"),
     "both": dict(

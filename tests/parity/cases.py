@@ -142,6 +142,7 @@ FAMILIES = {
         rotary_local_base=100.0,
         rope_scaling="linear",
     ),
+    "apertus": dict(LLAMA, swiglu=False, xielu=True, embedding_scale=8.0),
     "olmo2": dict(LLAMA, norm_position="post", qk_layernorm=True, qk_layernorm_over="all"),
     "gemma2": {
         **LLAMA,
@@ -235,6 +236,15 @@ BIASED = dict(
     moe_aux_loss_coeff=(0.05, 0.05),
 )
 BIASED_DROPS = {**BIASED, "moe_expert_capacity_factor": 1.0}
+GPT_OSS = {
+    **EXPERTS,
+    "swiglu": False,
+    "quick_geglu": True,
+    "activation_func_clamp_value": 0.5,
+    "glu_linear_offset": 1.0,
+    "add_bias_linear": True,
+    "moe_router_bias": True,
+}
 DRAWN = {**BIASED_DROPS, "moe_router_force_load_balancing": True}
 TWO_NODES = dict(expert_ranks_per_node=2)
 # As in Megatron-DeepSpeed: GPT-2's MLP with biases, one expert for each token.
@@ -330,6 +340,7 @@ TOGETHER = [
     folded(2, tp=2, recompute=MOE, **EXPERTS, **MUON),
     layout(pp=2, dp=2, zero=2, schedule="zb-h1", overlap_grad_reduce=False),
     experts(4, dp=4, recompute=MOE_ACT, **TWO_NODES, **BIASED),
+    folded(2, etp=2, tp=4, sp=True, recompute=MOE_ACT, **GPT_OSS),
     experts(2, cp=2, recompute=MOE, micro_batch_size=2, **DRAWN),
     layout(
         tp=2,

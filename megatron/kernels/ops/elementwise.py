@@ -20,7 +20,9 @@ itself), and the bias as above.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,14 +102,45 @@ def reference(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     return activate(wide, kind).to(x.dtype)
 
 
-def activate(x: Tensor, kind: str) -> Tensor:
-    """Apply the activation in the dtype of x with torch; see bias_activation."""
-    assert kind in KINDS, f"unknown activation {kind}"
-    if kind == "squared_relu":
-        return F.relu(x).square()
-    gate, *value = x.chunk(2, dim=-1) if _inputs(kind) == 2 else (x,)
-    y = F.silu(gate) if kind == "swiglu" else F.gelu(gate, approximate=_approximation(kind))
-    return y * value[0] if value else y
+_TANH_GELU = partial(F.gelu, approximate="tanh")
+_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": _TANH_GELU,
+    "openai_gelu": _TANH_GELU,
+    "exact_gelu": F.gelu,
+    "squared_relu": lambda x: F.relu(x).square(),
+    "swiglu": F.silu,
+    "geglu": _TANH_GELU,
+    "exact_geglu": F.gelu,
+    # Hendrycks and Gimpel, arXiv 1606.08415, section 2
+    "quick_geglu": lambda x: x * torch.sigmoid(1.702 * x),
+    "reglu": F.relu,
+    "liglu": lambda x: x,
+}
+"""Functions of the activations; for a gated unit, that of the gate."""
+
+
+def activate(x: Tensor, kind: str, clamp: float | None = None, offset: float = 0.0) -> Tensor:
+    """Apply the activation in the dtype of x with torch; see Activation and bias_activation."""
+    function = _FUNCTIONS[kind]
+    if _inputs(kind) == 1:
+        return function(x)
+    gate, value = x.chunk(2, dim=-1)
+    if clamp is not None:
+        gate = gate.clamp(max=clamp)
+        value = value.clamp(-clamp, clamp)
+    return function(gate) * (value + offset if offset else value)
+
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+    """Apply xIELU (Huang and Schlag, arXiv 2411.13010), with beta 0.5, in fp32 or fp64.
+
+    For x > 0 it is softplus(alpha_p) x^2 + beta x, else (beta + softplus(alpha_n)) (e^x - 1 - x) +
+    beta x. As in the published models, x near 0 is -1e-6 in the exponent.
+    """
+    y = wider(x)
+    beta = 0.5
+    below = (torch.expm1(y.clamp(max=-1e-6)) - y) * (beta + F.softplus(wider(alpha_n)))
+    return (torch.where(y > 0, F.softplus(wider(alpha_p)) * y * y, below) + beta * y).to(x.dtype)
 
 
 def _approximation(kind: str) -> str:
@@ -246,12 +279,29 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     return _bias_activation(x.contiguous(), bias, kind)
 
 
-def activation(x: Tensor, bias: Tensor | None, kind: str, fused: bool) -> Tensor:
-    """Return activation(x + bias) by the kernel; unless `fused`, activation(x) by torch.
+@dataclass(frozen=True)
+class Activation:
+    """An activation function.
 
-    Without the kernel x must include the bias.
+    kind    ModelConfig.activation
+    clamp   upper limit of the gate, and of the absolute value of the value; None: no limits
+    offset  added to the value of a gated unit
     """
-    return bias_activation(x, bias, kind) if fused else activate(x, kind)
+
+    kind: str
+    clamp: float | None = None
+    offset: float = 0.0
+
+    def __call__(self, x: Tensor, bias: Tensor | None, fused: bool, *alphas: Tensor) -> Tensor:
+        """Return activation(x + bias) by the kernel; unless `fused`, activation(x) by torch.
+
+        Without the kernel x must include the bias. `alphas`: the parameters of xIELU.
+        """
+        if fused:
+            return bias_activation(x, bias, self.kind)
+        if self.kind == "xielu":
+            return xielu(x, *alphas)
+        return activate(x, self.kind, self.clamp, self.offset)
 
 
 _SUM = Function("mk_bias_dropout_add", "pppplluwfiuwuupu")

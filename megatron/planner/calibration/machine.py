@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
+from megatron.config.model import ACTIVATIONS
 from megatron.data.sampler import MicroBatch
 from megatron.engine.engine import Engine, build_executor
 from megatron.model.formulas import peak_tflops
@@ -36,11 +37,13 @@ FEW = 1
 MANY = 5
 SEQUENCE = 16
 _KIND = (
-    "swiglu geglu squared_relu openai_gelu exact_gelu normalization norm_position qk_layernorm "
-    "qk_layernorm_over qk_l2_norm parallel_residual embedding_layernorm add_bias_linear "
-    "add_qkv_bias position_embedding_type rotary_interleaved untie_embeddings_and_output_weights bf16 fp16 "
-    "fp32_residual_connection attention_backend"
-).split()
+    *ACTIVATIONS,
+    *"activation_func_clamp_value glu_linear_offset normalization norm_position".split(),
+    *"qk_layernorm qk_layernorm_over qk_l2_norm parallel_residual embedding_layernorm".split(),
+    *"add_bias_linear add_qkv_bias position_embedding_type rotary_interleaved".split(),
+    *"untie_embeddings_and_output_weights bf16 fp16 fp32_residual_connection".split(),
+    "attention_backend",
+)
 
 
 class HostSeconds(NamedTuple):
