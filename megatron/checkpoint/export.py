@@ -74,6 +74,7 @@ def _effective(model: ModelConfig) -> Values:
     """Return the architecture of a model, without the settings that have no effect on it."""
     settings = {name: getattr(model, name) for name in ARCHITECTURE if name != "openai_gelu"}
     settings["add_qkv_bias"] = model.qkv_bias
+    settings["attention_bias"] = model.attention_output_bias
     settings["window_size"] = windows_of(model)
     settings["moe_router_topk_scaling_factor"] = model.moe_router_topk_scaling_factor or 1.0
     settings["moe_router_group_top_scores"] = model.router_group_scores

@@ -142,6 +142,7 @@ _WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_laye
 _WINDOWS = {**_WINDOW, "layer_types": None}
 _SILU = {"hidden_act": "silu"}
 _NO_BIAS = {"attention_bias": False}
+_NO_BIASES = {"mlp_bias": False, **_NO_BIAS}
 _GATED = {
     "normalization": "rmsnorm",
     "swiglu": True,
@@ -283,7 +284,7 @@ FAMILIES: Mapping[str, Family] = {
         ),
         "transformer.",
     ),
-    "llama": _llama("LlamaForCausalLM", {}, (rules.BIASES,), {"mlp_bias": False, **_NO_BIAS}),
+    "llama": _llama("LlamaForCausalLM", {}, (rules.biases("mlp_bias"),), _NO_BIASES),
     "mistral": _llama(
         "MistralForCausalLM",
         {},
@@ -299,18 +300,16 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": _llama(
         "Qwen3ForCausalLM",
         {"qk_layernorm": True},
-        (rules.WINDOW_OF_LAST,),
-        {**_WINDOWS, "num_key_value_heads": 32, "head_dim": 128},
+        (rules.WINDOW_OF_LAST, rules.biases()),
+        {**_WINDOWS, "num_key_value_heads": 32, "head_dim": 128, **_NO_BIAS},
         _LLAMA_MODULES | _QK_NORMS,
-        only=_SILU | _NO_BIAS,
     ),
     "olmo2": _llama(
         "Olmo2ForCausalLM",
         {"qk_layernorm": True, "qk_layernorm_over": "all", "norm_position": "post"},
-        (),
-        {},
+        (rules.biases(),),
+        _NO_BIAS,
         _LLAMA_MODULES | _QK_NORMS | _NORMS_AFTER,
-        only=_SILU | _NO_BIAS,
     ),
     "mixtral": _llama(
         "MixtralForCausalLM",
@@ -340,49 +339,65 @@ FAMILIES: Mapping[str, Family] = {
     "olmoe": _llama(
         "OlmoeForCausalLM",
         {"qk_layernorm": True, "qk_layernorm_over": "all"},
-        (rules.experts("num_experts"),),
-        {"norm_topk_prob": False, "num_experts_per_tok": 8, "num_experts": 64},
+        (rules.experts("num_experts"), rules.biases()),
+        {
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 8,
+            "num_experts": 64,
+            "clip_qkv": None,
+            **_NO_BIAS,
+        },
         _LLAMA_MODULES | _QK_NORMS | _EXPERT_MODULES,
-        _EXPERTS_ALONE,
-        {**_SILU, "clip_qkv": None, **_NO_BIAS},
-        _EXPERTS,
+        _EXPERTS_ALONE | {"clip_qkv": "clip_qkv"},
+        older=_EXPERTS,
     ),
     "qwen3_moe": _llama(
         "Qwen3MoeForCausalLM",
         {"qk_layernorm": True},
-        (rules.WINDOW_IF_USED, rules.experts("num_experts"), rules.LAYERS_WITH_EXPERTS),
+        (
+            rules.WINDOW_IF_USED,
+            rules.experts("num_experts"),
+            rules.LAYERS_WITH_EXPERTS,
+            rules.biases(),
+        ),
         {
             **_SPARSE,
             **_WINDOW,
+            **_NO_BIAS,
             "num_key_value_heads": 4,
             "num_experts_per_tok": 8,
             "num_experts": 128,
         },
         _LLAMA_MODULES | _QK_NORMS | _EXPERT_MODULES,
         _EXPERTS_TOO,
-        _SILU | _NO_BIAS,
-        _EXPERTS,
+        older=_EXPERTS,
     ),
     "qwen2_moe": _llama(
         "Qwen2MoeForCausalLM",
-        {"add_qkv_bias": True, "moe_shared_expert_gate": True},
-        (rules.WINDOW_OF_FIRST, rules.experts("num_experts"), rules.LAYERS_WITH_EXPERTS),
+        {"moe_shared_expert_gate": True},
+        (
+            rules.WINDOW_OF_FIRST,
+            rules.experts("num_experts"),
+            rules.LAYERS_WITH_EXPERTS,
+            rules.biases(of_attention="qkv_bias", kind="qkv"),
+        ),
         {
             **_SPARSE,
             **_WINDOWS,
+            "qkv_bias": True,
             "num_key_value_heads": 16,
             "num_experts_per_tok": 4,
             "num_experts": 60,
         },
         _LLAMA_MODULES | _EXPERT_MODULES | _SHARED_EXPERTS,
         {**_EXPERTS_TOO, "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"},
-        {**_SILU, "qkv_bias": True},
     ),
     "gemma2": _llama(
         "Gemma2ForCausalLM",
         {"apply_layernorm_1p": True, "swiglu": False, "geglu": True, "norm_position": "both"},
-        (rules.WINDOW_OF_EVERY_OTHER, rules.SCALES),
+        (rules.WINDOW_OF_EVERY_OTHER, rules.SCALES, rules.biases()),
         {
+            **_NO_BIAS,
             "num_key_value_heads": 4,
             "head_dim": 256,
             "tie_word_embeddings": True,
@@ -400,7 +415,7 @@ FAMILIES: Mapping[str, Family] = {
             "attention_logit_softcapping=attn_logit_softcapping "
             "final_logit_softcapping=final_logit_softcapping"
         ),
-        {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None, **_NO_BIAS},
+        {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None},
         {"hidden_activation": "hidden_act"},
     ),
     "gpt_neox": Family(
@@ -430,6 +445,7 @@ FAMILIES: Mapping[str, Family] = {
                 },
                 lambda m: {"use_parallel_residual": m.parallel_residual == "two_norms"},
             ),
+            rules.biases(of_mlp=True),
         ),
         {
             "attention_dropout": 0.0,
@@ -441,8 +457,8 @@ FAMILIES: Mapping[str, Family] = {
             "hidden_act": "gelu",
             "tie_word_embeddings": False,
             "use_parallel_residual": True,
+            "attention_bias": True,
         },
-        {"attention_bias": True},
         prefix="gpt_neox.",
     ),
     "bloom": Family(

@@ -99,27 +99,46 @@ def gelu(name: str) -> Rule:
     return Rule(read, lambda m: {name: "gelu" if m.exact_gelu else "gelu_new"})
 
 
-def _biases(fields: Fields) -> Values:
-    attention = flag(fields, "attention_bias")
-    mlp = flag(fields, "mlp_bias")
-    if attention != mlp:
-        raise ValueError(f"attention_bias {attention} with mlp_bias {mlp} is not supported")
-    return {"add_bias_linear": attention}
+def biases(
+    of_mlp: str | bool = False, of_attention: str = "attention_bias", kind: str = "all"
+) -> Rule:
+    """Return the rule for biases of attention and MLP.
 
+    of_mlp         name of the field for the MLP's, or its value if there is none
+    of_attention   name of the field for attention's
+    kind           our attention_bias if this field is true
+    """
 
-BIASES = Rule(_biases, lambda m: dict.fromkeys(("attention_bias", "mlp_bias"), m.add_bias_linear))
+    def read(fields: Fields) -> Values:
+        mlp = of_mlp if isinstance(of_mlp, bool) else flag(fields, of_mlp)
+        attention = kind if flag(fields, of_attention) else "off"
+        if attention == "qkv" and not mlp:
+            return {"add_bias_linear": False, "add_qkv_bias": True}
+        usual = attention == ("all" if mlp else "off")
+        return {"add_bias_linear": mlp, "attention_bias": None if usual else attention}
+
+    def write(model: ModelConfig) -> Values:
+        fields = {} if isinstance(of_mlp, bool) else {of_mlp: model.add_bias_linear}
+        return fields | {of_attention: model.qkv_bias}
+
+    return Rule(read, write)
+
 
 # For each kind of RoPE scaling, its fields and our settings.
 _ROPE_SCALING: Mapping[str, Mapping[str, str]] = {
     "default": {},
     "linear": pairs("factor=rope_scaling_factor"),
+    "dynamic": pairs(
+        "factor=rope_scaling_factor original_max_position_embeddings=rope_original_positions"
+    ),
     "llama3": pairs(
         "factor=rope_scaling_factor original_max_position_embeddings=rope_original_positions "
         "low_freq_factor=rope_low_freq_factor high_freq_factor=rope_high_freq_factor"
     ),
     "yarn": pairs(
         "factor=rope_scaling_factor original_max_position_embeddings=rope_original_positions "
-        "beta_fast=yarn_beta_fast beta_slow=yarn_beta_slow attention_factor=yarn_attention_factor"
+        "beta_fast=yarn_beta_fast beta_slow=yarn_beta_slow attention_factor=yarn_attention_factor "
+        "mscale=yarn_mscale mscale_all_dim=yarn_mscale_all_dim truncate=yarn_truncate"
     ),
 }
 
@@ -156,20 +175,22 @@ def rope(base: str = "rope_theta", share: str = "") -> Rule:
             raise unsupported("partial_rotary_factor", values["rotary_percent"])
         if kind not in _ROPE_SCALING:
             raise unsupported("rope_type", kind)
+        positions = "original_max_position_embeddings"
+        if kind == "dynamic":  # transformers does not read the other field
+            rope[positions] = fields["max_position_embeddings"]
         if kind in ("llama3", "yarn"):
-            positions = "original_max_position_embeddings"
             rope.setdefault(positions, fields["max_position_embeddings"])
             if fields[positions] is not None:
                 rope[positions] = fields[positions]
-        if kind == "yarn" and rope.pop("truncate", True) is not True:
-            raise unsupported("truncate", False)
+        if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
+            raise ValueError("one of mscale and mscale_all_dim without the other is not supported")
         if unknown := sorted(rope.keys() - _ROPE_SCALING[kind].keys()):
             raise unsupported(f"{unknown[0]} of rope_type {kind}", rope[unknown[0]])
         needed = ["factor"] if kind == "yarn" else _ROPE_SCALING[kind]
         if missing := sorted(set(needed) - rope.keys()):
             raise ValueError(f"{missing[0]} of rope_type {kind} is missing")
         for name in rope:
-            _number(rope, name)
+            check_type(_ROPE_SCALING[kind][name], name, rope)
         if kind == "default":
             return values
         settings = {_ROPE_SCALING[kind][name]: value for name, value in rope.items()}
@@ -184,6 +205,12 @@ def rope(base: str = "rope_theta", share: str = "") -> Rule:
                 name: getattr(model, setting)
                 for name, setting in _ROPE_SCALING[model.rope_scaling].items()
             }
+            if model.rope_scaling == "dynamic":
+                fields["max_position_embeddings"] = named.pop("original_max_position_embeddings")
+            if not model.yarn_mscale_all_dim:
+                named |= {"mscale": None, "mscale_all_dim": None}
+            if model.yarn_truncate:
+                named["truncate"] = None
             fields["rope_scaling"] = {"rope_type": model.rope_scaling} | {
                 name: value for name, value in named.items() if value is not None
             }

@@ -20,7 +20,9 @@ CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 _CONFIG_LIMIT_BYTES = 1 << 24
-_MAY_BE_NULL = "num_key_value_heads n_inner attn_logit_softcapping final_logit_softcapping".split()
+_MAY_BE_NULL = (
+    "num_key_value_heads n_inner attn_logit_softcapping final_logit_softcapping clip_qkv".split()
+)
 
 _WITHOUT_EFFECT = frozenset(
     # names, versions and formats; token ids, which belong to the tokenizer

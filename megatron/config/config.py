@@ -381,6 +381,12 @@ def _experts(s: Settings) -> None:
         s.notices.append(EVEN_CHOICES)
     if s.usable("ffn_hidden_size"):
         s.fill("moe_ffn_hidden_size", v["ffn_hidden_size"], "derived from ffn-hidden-size")
+        softmax = v["moe_router_score_function"] == "softmax"
+        if softmax and v["moe_router_topk"] == 1 and not v["moe_router_pre_softmax"]:
+            s.notices.append(
+                "--moe-router-topk 1 with a softmax over the chosen expert alone gives it the "
+                "weight 1, and the router no gradient: --moe-router-pre-softmax gives it one"
+            )
 
 
 def _mup(s: Settings, mlp_width: Callable[[int], int] | None) -> None:

@@ -155,6 +155,12 @@ class ModelConfig:
         False,
         "Divide queries and keys by the root mean square of each head, without weights (Llama 4).",
     )
+    clip_qkv: float | None = option(
+        None,
+        "Limit queries, keys and values to the range from -X to X (OLMoE).",
+        FACTOR,
+        metavar="X",
+    )
     add_bias_linear: bool = option(
         True, "Add biases to the linear layers.", off_flags="--disable-bias-linear"
     )
@@ -173,6 +179,13 @@ class ModelConfig:
         "Attention sinks, terms that are added to the denominator of the softmax. off-by-one: 1. "
         "learnable: exp of a parameter for each head (gpt-oss).",
         choices="vanilla off-by-one learnable",
+    )
+    attention_bias: str | None = option(
+        None,
+        "Biases of attention: off, qkv (queries, keys and values), or all (the output projection's "
+        "too).",
+        choices="off qkv all",
+        derived="all; with --disable-bias-linear off, or with --add-qkv-bias qkv",
     )
     parallel_residual: str | None = option(
         None,
@@ -257,7 +270,7 @@ class ModelConfig:
     rope_scaling: str | None = option(
         None,
         "Scaling of the RoPE frequencies for sequences longer than those of the original training.",
-        choices="linear llama3 yarn",
+        choices="linear dynamic llama3 yarn",
         shortcuts="--use-rope-scaling=llama3",
     )
     rope_scaling_factor: float = option(
@@ -295,7 +308,22 @@ class ModelConfig:
         None,
         "YaRN: factor applied to cosines and sines.",
         Range(above=0, at_most=1e3),
-        derived="0.1 ln(rope-scaling-factor) + 1",
+        derived="(0.1 x mscale x ln(rope-scaling-factor) + 1) / (the same with mscale-all-dim)",
+    )
+    yarn_mscale: float = option(
+        1.0, "YaRN: see --yarn-attention-factor.", Range(0, 1e3), flags="--mscale --yarn-mscale"
+    )
+    yarn_mscale_all_dim: float = option(
+        0.0,
+        "YaRN: see --yarn-attention-factor.",
+        Range(0, 1e3),
+        flags="--mscale-all-dim --yarn-mscale-all-dim",
+    )
+    yarn_truncate: bool = option(
+        True,
+        "YaRN: round the bounds of the scaled frequencies outwards to whole pairs.",
+        flags="--yarn-truncate --yarn-correction-range-round-to-int",
+        off_flags="--no-yarn-correction-range-round-to-int",
     )
     embedding_scale: float | None = option(
         None,
@@ -519,7 +547,14 @@ class ModelConfig:
     @property
     def qkv_bias(self) -> bool:
         """Return whether queries, keys and values have biases."""
-        return self.add_bias_linear or self.add_qkv_bias
+        usual = self.add_bias_linear or self.add_qkv_bias
+        return usual if self.attention_bias is None else self.attention_bias != "off"
+
+    @property
+    def attention_output_bias(self) -> bool:
+        """Return whether the output projection of attention has a bias."""
+        usual = self.add_bias_linear
+        return usual if self.attention_bias is None else self.attention_bias == "all"
 
     @property
     def query_heads(self) -> int:

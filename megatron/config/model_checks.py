@@ -32,10 +32,11 @@ def _rotary_width(config: Sections) -> Problems:
     model = config.model
     if model.position_embedding_type == "rope":
         width = int(model.kv_channels * model.rotary_percent)
-        if width < 2 or width % 2:
+        least = 4 if model.rope_scaling == "dynamic" else 2
+        if width < least or width % 2:
             yield (
                 f"RoPE rotates pairs, but --rotary-percent {model.rotary_percent:g} of a head of "
-                f"{model.kv_channels} is {width}: it must be even and at least 2"
+                f"{model.kv_channels} is {width}: it must be even and at least {least}"
             )
 
 
@@ -54,7 +55,7 @@ def _rope_scaling(config: Sections) -> Problems:
         and positions != all_options()["rope_original_positions"].default
     ):
         yield (
-            f"--rope-original-positions {positions} needs --rope-scaling llama3 or yarn: linear "
+            f"--rope-original-positions {positions} needs --rope-scaling dynamic, llama3 or yarn: linear "
             "scaling divides all angles by --rope-scaling-factor"
         )
 
@@ -121,16 +122,10 @@ def _router(config: Sections) -> Problems:
     topk = model.moe_router_topk
     groups = model.moe_router_num_groups
     chosen = model.moe_router_group_topk
-    softmax = model.moe_router_score_function == "softmax"
     if experts is None:
         return
     if topk > experts:
         yield f"--moe-router-topk {topk} is more than --num-experts {experts}"
-    if softmax and topk == 1 and not model.moe_router_pre_softmax:
-        yield (
-            "--moe-router-topk 1 with a softmax over the chosen expert alone gives it the weight "
-            "1, and the router no gradient: add --moe-router-pre-softmax"
-        )
     if groups is None or chosen is None:
         return
     scores = model.moe_router_group_top_scores

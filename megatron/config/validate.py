@@ -17,6 +17,7 @@ EXCLUSIVE = [
     for group in (
         " ".join(name for name in ACTIVATIONS if name != "exact_gelu"),
         *(f"exact_gelu {name}" for name in ACTIVATIONS if name not in ("exact_gelu", "geglu")),
+        "add_qkv_bias attention_bias",
         "fp16 bf16",
         "train_iters train_samples",
         "lr_decay_iters lr_decay_samples lr_decay_tokens",
@@ -69,6 +70,7 @@ NEEDED = """
     rope_scaling  rope_scaling_factor rope_original_positions
     rope_scaling=llama3  rope_low_freq_factor rope_high_freq_factor
     rope_scaling=yarn  yarn_beta_fast yarn_beta_slow yarn_attention_factor
+    rope_scaling=yarn  yarn_mscale yarn_mscale_all_dim yarn_truncate
     window_size  window_attn_skip_freq rotary_local_base
     moe_shared_expert_intermediate_size  moe_shared_expert_gate moe_shared_expert_overlap
     moe_router_score_function=softmax  moe_router_pre_softmax

@@ -606,7 +606,8 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
         return f"--optimizer {config.optimizer.optimizer}"
     unfused = config.kernels.attention_backend in UNFUSED_BACKENDS
     drops = model.hidden_dropout or (model.attention_dropout > 0.0 and unfused)
-    if name == "bias_dropout" and not model.add_bias_linear and not drops:
+    biases = model.add_bias_linear or model.attention_output_bias
+    if name == "bias_dropout" and not biases and not drops:
         return "neither bias nor dropout"
     reason = _why_not(name, config.kernels, device_type, dtype_name)
     wider = model.fp32_residual_connection and dtype_name != "float32"

@@ -249,10 +249,14 @@ class SelfAttention(torch.nn.Module):
                 by_head[:, queries:].mul_(model.key_value_scale)
 
             change_initial(self.query_key_value.weight if shared is None else shared, scale)
+        self.clip = model.clip_qkv
         self.q_layernorm: Norm | L2Norm | None = None
         self.k_layernorm: Norm | L2Norm | None = None
         if model.qk_l2_norm:
             self.q_layernorm = self.k_layernorm = L2Norm(model.layernorm_epsilon)
+        self.as_projected = not (
+            self.gated or model.qk_layernorm or model.qk_l2_norm or model.clip_qkv is not None
+        )
         self.norms_heads = model.qk_layernorm_over == "head"
         if model.qk_layernorm:
             of_q = of_k = None
@@ -272,7 +276,7 @@ class SelfAttention(torch.nn.Module):
             f"{name}.dense",
             (model.hidden_size, heads * d),
             output_fill,
-            model.add_bias_linear,
+            model.attention_output_bias,
             summed,
         )
 
@@ -283,8 +287,7 @@ class SelfAttention(torch.nn.Module):
         mixed = self.query_key_value(x, recompute_input)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
         gate: Tensor | None = None
-        plain = self.rotary is None and self.q_layernorm is None and call.cache is None
-        plain = plain and not self.gated
+        plain = self.as_projected and self.rotary is None and call.cache is None
         if plain and self.core.attention == "blocked" and self.core.context_parallel is None:
             projection = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
             out = self.core(call, projection)
@@ -302,8 +305,8 @@ class SelfAttention(torch.nn.Module):
 
         The gate is [s, b, groups/tp, queries, d], or None.
 
-        If configured, queries and keys are normalized, and then rotated by angles that depend on
-        their positions.
+        If configured, queries and keys are normalized, all are clipped, and queries and keys are
+        rotated by angles that depend on their positions.
         """
         s, b = mixed.shape[:2]
         angles = None
@@ -311,7 +314,7 @@ class SelfAttention(torch.nn.Module):
             angles = self.rotary.angles(s, call.position_ids, mixed.device)
         nodes = nodes_for(mixed)
         fused = self.rotary is None or self.rotary.fused
-        if nodes is not None and fused and self.q_layernorm is None and not self.gated:
+        if nodes is not None and fused and self.as_projected:
             # One node, whose backward pass writes directly into the projection's gradient.
             sizes = self.groups, self.queries, self.head_dim
             heads: tuple[Tensor, ...] = nodes.split_heads(mixed, *sizes, *(angles or (None, None)))
@@ -329,6 +332,8 @@ class SelfAttention(torch.nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q = self._normed(self.q_layernorm, q)
             k = self._normed(self.k_layernorm, k)
+        if self.clip is not None:
+            q, k, v = (x.clamp(-self.clip, self.clip) for x in (q, k, v))
         if self.rotary is not None and angles is not None:
             return self.rotary.rotate_groups(q, angles), self.rotary.rotate(k, angles), v, gate
         return q.reshape(s, b, self.groups * self.queries, self.head_dim), k, v, gate

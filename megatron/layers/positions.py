@@ -86,22 +86,31 @@ class Alibi:
 Angles = tuple[Tensor, Tensor]
 
 
-def rotary_frequencies(dimension: int, base: float, model: ModelConfig | None) -> Tensor:
+def rotary_frequencies(
+    dimension: int, base: float, model: ModelConfig | None, length: int = 0
+) -> Tensor:
     """Return each pair's angle per position, fp64 [dimension / 2], scaled as `model` specifies.
 
     Without scaling, the angle of pair i is base^(-2i / dimension) (Su et al., arXiv 2104.09864,
-    section 3.2.2). "linear" divides all angles by the factor (Chen et al., arXiv 2306.15595). The
-    other kinds divide only low frequencies, with a ramp between these and the high ones: for
-    "llama3" it is linear in the frequency (apply_scaling in Meta's code of Llama 3.1), for "yarn"
-    in the index of the pair (Peng et al., arXiv 2309.00071, section 3.2, with the bounds rounded
-    outwards to whole pairs as in the authors' code).
+    section 3.2.2). "linear" divides all angles by the factor (Chen et al., arXiv 2306.15595);
+    "dynamic" increases the base with `length`, the number of positions (Peng et al., arXiv
+    2309.00071, section 3.3 and appendix A.1, with the factor of transformers). The other kinds
+    divide only low frequencies, with a ramp between these and the high ones: for "llama3" it is
+    linear in the frequency (apply_scaling in Meta's code of Llama 3.1), for "yarn" in the index of
+    the pair (Peng et al., section 3.2, with the bounds rounded outwards to whole pairs as in the
+    authors' code, unless yarn_truncate is off).
     """
     index = torch.arange(0, dimension, 2, dtype=torch.float64)
     plain = base ** (-index / dimension)
     if model is None or model.rope_scaling is None:
         return plain
-    scaled = plain / model.rope_scaling_factor
+    factor = model.rope_scaling_factor
+    scaled = plain / factor
     original = model.rope_original_positions
+    if model.rope_scaling == "dynamic":
+        grown: float = factor * max(length / original, 1.0) - (factor - 1.0)
+        grown_base: float = base * grown ** (dimension / (dimension - 2))
+        return grown_base ** (-index / dimension)
     if model.rope_scaling == "linear":
         return scaled
     if model.rope_scaling == "llama3":
@@ -115,8 +124,10 @@ def rotary_frequencies(dimension: int, base: float, model: ModelConfig | None) -
             dimension * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
             for turns in (model.yarn_beta_fast, model.yarn_beta_slow)
         )
-        start = max(math.floor(first), 0)
-        end = min(math.ceil(last), dimension - 1)
+        if model.yarn_truncate:
+            first, last = math.floor(first), math.ceil(last)
+        start = max(first, 0)
+        end = min(last, dimension - 1)
         share = 1.0 - ((index / 2 - start) / (end - start or 0.001)).clamp(0.0, 1.0)
     return share * plain + (1.0 - share) * scaled
 
@@ -149,8 +160,14 @@ class RotaryEmbedding:
         self.context_parallel = context_parallel
         self.factor = 1.0
         if model is not None and model.rope_scaling == "yarn":
-            factor = model.yarn_attention_factor
-            self.factor = factor or 0.1 * math.log(model.rope_scaling_factor) + 1.0
+            over, under = (
+                0.1 * scale * math.log(model.rope_scaling_factor) + 1.0
+                for scale in (model.yarn_mscale, model.yarn_mscale_all_dim)
+            )
+            self.factor = model.yarn_attention_factor or over / under
+        # longest sequence whose frequencies do not depend on its length
+        dynamic = model is not None and model.rope_scaling == "dynamic"
+        self.unscaled = model.rope_original_positions if model and dynamic else math.inf
         self._tables: dict[bool, tuple[int, Angles]] = {}  # True: all positions; False: this rank's
 
     def _all_angles(
@@ -161,7 +178,9 @@ class RotaryEmbedding:
         With context parallelism, return those of this rank's positions in sequences of `length`.
         """
         known, angles = self._tables.get(context_parallel is None, (0, None))
-        enough = known >= length if context_parallel is None else known == length
+        enough = known == length
+        if context_parallel is None and known <= self.unscaled:
+            enough = known >= length
         if angles is None or not enough or angles[0].device != device:
             cpu = torch.device("cpu")
             positions = (
@@ -169,7 +188,7 @@ class RotaryEmbedding:
                 if context_parallel is None
                 else context_parallel.positions(length, cpu)
             )
-            frequencies = rotary_frequencies(self.dimension, self.base, self.model)
+            frequencies = rotary_frequencies(self.dimension, self.base, self.model, length)
             turned = torch.outer(positions.double(), frequencies)
             cos, sin = ((self.factor * x).float().to(device) for x in (turned.cos(), turned.sin()))
             angles = cos, sin
@@ -184,6 +203,8 @@ class RotaryEmbedding:
         """
         context_parallel = self.context_parallel
         full_length = length if context_parallel is None else length * context_parallel.size
+        if position_ids is not None and length == 1 and self.unscaled < math.inf:
+            full_length = int(position_ids.max()) + 1  # generation of one more token
         cos, sin = self._all_angles(
             full_length, device, context_parallel if position_ids is None else None
         )

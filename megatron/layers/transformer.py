@@ -162,7 +162,9 @@ class TransformerLayer(nn.Module):
         terms = attention if self.mlp_summed else attention + out
         total = reduce_from_tensor_region(terms, group, self.context.sequence_parallel)
         out = total + out if self.mlp_summed else total
-        if bias is not None and more is not None:
+        if bias is None or more is None:
+            bias = more if bias is None else bias
+        else:
             bias = wide(bias) + wide(more)
         out, bias = self._after(None, out, bias)
         return self._add(out, bias, x, call, Site.MLP_OUTPUT)

@@ -85,7 +85,7 @@ def total_parameters(model: ModelConfig, active: bool = False) -> int:
     groups = model.num_key_value_heads
     d = model.kv_channels
     width = 2 if model.normalization == "layernorm" else 1  # vectors per norm
-    layer = bias * h + len(model.layer_norms) * width * h
+    layer = int(model.attention_output_bias) * h + len(model.layer_norms) * width * h
     layer += int(model.qkv_bias) * (model.query_heads + 2 * groups) * d
     if model.qk_layernorm:
         layer += width * d * (2 if model.qk_layernorm_over == "head" else heads + groups)

@@ -71,6 +71,13 @@ SETTINGS = """
 --yarn-beta-fast 16.0
 --yarn-beta-slow 2.0
 --yarn-attention-factor 1.5
+--mscale 0.7 => yarn_mscale 0.7
+--yarn-mscale 0.7
+--mscale-all-dim 0.5 => yarn_mscale_all_dim 0.5
+--yarn-mscale-all-dim 0.5
+--no-yarn-correction-range-round-to-int => yarn_truncate False
+--clip-qkv 8.0
+--attention-bias qkv
 --disable-bias-linear => add_bias_linear False
 --untie-embeddings-and-output-weights
 --use-rotary-position-embeddings => position_embedding_type rope
@@ -623,8 +630,9 @@ BESIDE = """
 --rotary-interleaved --rope-scaling --use-rope-scaling --no-rope-freq => --position-embedding-type rope
 --rotary-local-base => --position-embedding-type rope --window-size 5
 --rope-scaling-factor --rotary-scaling-factor => --position-embedding-type rope --rope-scaling linear
---rope-original-positions --yarn-beta-fast --yarn-beta-slow --yarn-attention-factor => \
-    --position-embedding-type rope --rope-scaling yarn
+--rope-original-positions --yarn-beta-fast --yarn-beta-slow --yarn-attention-factor --mscale --yarn-mscale \
+    --mscale-all-dim --yarn-mscale-all-dim --no-yarn-correction-range-round-to-int => --position-embedding-type \
+    rope --rope-scaling yarn
 --original-max-position-embeddings --rope-low-freq-factor --rope-high-freq-factor => --position-embedding-type \
     rope --rope-scaling llama3
 --sequence-parallel --tp-comm-overlap => --tensor-model-parallel-size 2

@@ -39,6 +39,11 @@ _CASES = """{
     "llama3": ["llama", {"rope_theta": 500000.0, "head_dim": 12}],
     "llama-biased":
         ["llama", {"tie_word_embeddings": true, "attention_bias": true, "mlp_bias": true}],
+    "llama-attention-biased": ["llama", {"attention_bias": true, "rope_scaling": {"rope_type": "yarn",
+        "factor": 3.0, "original_max_position_embeddings": 7, "mscale": 0.8, "mscale_all_dim": 0.5,
+        "truncate": false}}],
+    "llama-dynamic": ["llama", {"max_position_embeddings": 15, "mlp_bias": true,
+        "rope_scaling": {"rope_type": "dynamic", "factor": 3.0}}],
     "mistral": ["mistral", {"sliding_window": null}],
     "llama31": ["llama", {"num_key_value_heads": 1, "rope_scaling": {
         "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -49,9 +54,13 @@ _CASES = """{
     "qwen2": ["qwen2", {"tie_word_embeddings": true}],
     "qwen2-window": ["qwen2", {"num_hidden_layers": 3, "use_sliding_window": true,
         "sliding_window": 6, "max_window_layers": 1}],
+    "qwen2-heads": ["qwen2", {"head_dim": 12, "num_key_value_heads": 1}],
     "qwen3": ["qwen3", {"head_dim": 16}],
+    "qwen3-biased": ["qwen3", {"head_dim": 10, "attention_bias": true}],
     "olmo2": ["olmo2", {}],
     "mixtral": ["mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12}],
+    "mixtral-one": ["mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}],
+    "olmoe-clipped": ["olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.7}],
     "olmoe": ["olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "eos_token_id": null}],
     "qwen3_moe": ["qwen3_moe", {"num_hidden_layers": 3, "head_dim": 16, "mlp_only_layers": [1],
         "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
@@ -64,6 +73,7 @@ _CASES = """{
     "pythia": ["gpt_neox", {"intermediate_size": 128}],
     "neox":
         ["gpt_neox", {"use_parallel_residual": false, "hidden_act": "gelu_fast", "rotary_pct": 0.5}],
+    "neox-unbiased": ["gpt_neox", {"attention_bias": false}],
     "bloom": ["bloom", {}],
     "llama-larger": ["llama", {"vocab_size": 1003, "hidden_size": 256, "num_attention_heads": 8,
         "num_hidden_layers": 4, "intermediate_size": 688, "max_position_embeddings": 64,

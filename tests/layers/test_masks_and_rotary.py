@@ -61,6 +61,10 @@ SCALINGS = {
         dict(yarn_beta_fast=20.0, yarn_beta_slow=2.0, yarn_attention_factor=1.5),
         dict(factor=8.0, beta_fast=20.0, beta_slow=2.0, attention_factor=1.5),
     ),
+    "yarn of DeepSeek and gpt-oss": (
+        dict(yarn_mscale=0.8, yarn_mscale_all_dim=0.5, yarn_truncate=False),
+        dict(factor=8.0, mscale=0.8, mscale_all_dim=0.5, truncate=False),
+    ),
 }
 
 
@@ -95,3 +99,19 @@ def test_scaled_frequencies_are_those_of_transformers(case, dimension, base):
     angle = 999 * expected.double()
     difference = (angle.cos() * factor - cos[999, 0, 0]).abs().max()
     assert difference < 1e-3  # an fp32 frequency times 999 positions
+
+
+@pytest.mark.parametrize("length", [16, 64, 65, 200])
+def test_dynamic_frequencies_of_a_length_are_those_of_transformers(length):
+    """Tokens in a cache count: one more at the last position has the angles of the full length."""
+    transformers = pytest.importorskip("transformers")
+    rope = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}
+    config = transformers.LlamaConfig(head_dim=12, max_position_embeddings=64, rope_parameters=rope)
+    reference = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    expected, _ = reference(torch.zeros(1), torch.arange(length).unsqueeze(0))
+    model = ModelConfig(rope_scaling="dynamic", rope_scaling_factor=3.0, rope_original_positions=64)
+    embedding = RotaryEmbedding(12, 500.0, model=model)
+    for ids, positions in ((None, length), (torch.tensor([[length - 1]]), 1)):
+        embedding.angles(1000, None, torch.device("cpu"))
+        cos, _ = embedding.angles(positions, ids, torch.device("cpu"))
+        torch.testing.assert_close(cos[-1, 0, 0], expected[0, -1, :6], rtol=0, atol=2e-5)

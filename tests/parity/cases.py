@@ -143,6 +143,13 @@ FAMILIES = {
         rope_scaling="linear",
     ),
     "apertus": dict(LLAMA, swiglu=False, xielu=True, embedding_scale=8.0),
+    "dynamic": dict(
+        LLAMA,
+        rope_scaling="dynamic",
+        rope_original_positions=5,
+        attention_bias="all",
+        clip_qkv=0.3,
+    ),
     "olmo2": dict(LLAMA, norm_position="post", qk_layernorm=True, qk_layernorm_over="all"),
     "gemma2": {
         **LLAMA,
@@ -356,9 +363,7 @@ TOGETHER = [
     layout(pp=2, dp=2, zero=2, schedule="v-half", pipeline_layout="1,2,1,1", num_layers=5, **LLAMA),
     layout(pp=2, dp=2, zero=2, schedule="interleaved", pieces=late_weights.__file__),
     layout(cp=2, recompute=SELECTIVE, packed=True, micro_batch_size=2, **DOCUMENTS, **LLAMA),
-    layout(
-        cp=4, **BOTH, **FAMILIES["qwen3"], reset_attention_mask=True, softmax_type="learnable"
-    ),
+    layout(cp=4, **BOTH, **FAMILIES["qwen3"], reset_attention_mask=True, softmax_type="learnable"),
     # The components of gpt-1t-frontier, with a different rank order.
     layout(
         tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP, rank_order="dp-pp-tp"
@@ -377,6 +382,7 @@ CONTEXT = [
     layout(tp=2, cp=2, **FAMILIES["neox"]),
     layout(tp=2, cp=2, recompute=SELECTIVE, packed=True, **DOCUMENTS, **FAMILIES["layers"]),
     layout(cp=4, **BOTH, **FAMILIES["layers"]),
+    layout(cp=2, dp=2, **FAMILIES["dynamic"]),
     layout(tp=2, cp=4, sp=True, packed=True, **WINDOW, **DOCUMENTS, **{**LLAMA, **MULTI_QUERY}),
     layout(pp=2, cp=2, schedule="interleaved", recompute=BLOCK, **FAMILIES["bloom"]),
     layout(pp=4, cp=2, schedule="zb-h1", packed=True, **DOCUMENTS, **LLAMA),

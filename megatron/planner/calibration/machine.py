@@ -40,9 +40,9 @@ _KIND = (
     *ACTIVATIONS,
     *"activation_func_clamp_value glu_linear_offset normalization norm_position".split(),
     *"qk_layernorm qk_layernorm_over qk_l2_norm parallel_residual embedding_layernorm".split(),
-    *"add_bias_linear add_qkv_bias position_embedding_type rotary_interleaved".split(),
-    *"untie_embeddings_and_output_weights bf16 fp16 fp32_residual_connection".split(),
-    "attention_backend",
+    *"add_bias_linear add_qkv_bias attention_bias position_embedding_type".split(),
+    *"rotary_interleaved untie_embeddings_and_output_weights bf16 fp16".split(),
+    *"fp32_residual_connection attention_backend".split(),
 )
 
 
