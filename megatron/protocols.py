@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # modules from higher layers, only for the signatures
     from megatron.config import Config
     from megatron.config.training import OptimizerConfig
     from megatron.layers.context import LayerContext
+    from megatron.model.loss import LossInputs
     from megatron.pipeline.orders import Instruction
     from megatron.training.report.events import Event, Iteration, StepRecord
     from megatron.training.run.state import Run
@@ -56,6 +57,27 @@ class Stage(Protocol):
         last: bool,
         tied_weight: torch.nn.Parameter | None = None,
     ) -> torch.nn.Module: ...
+
+
+class TokenLosses(Protocol):
+    """Loss of each token, and components of it that are reported beside it, by name.
+
+    Both are fp32 [s/c, b], the same on all tensor ranks. The training loss is their mean over the
+    unmasked tokens; only the loss has a gradient.
+    """
+
+    def __call__(
+        self, inputs: LossInputs, /
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]: ...
+
+
+class Loss(Protocol):
+    """Factory of the training loss, called once on each rank of the last stage.
+
+    Its attribute `components`, a tuple, has the names of the components; without it there are none.
+    """
+
+    def __call__(self, config: Config, context: LayerContext, /) -> TokenLosses: ...
 
 
 class Dataset(Protocol):
@@ -149,7 +171,10 @@ class Callback:
         """
 
     def figures(self, run: Run) -> Mapping[str, object]:
-        """Return fields for the next log line (megatron.training.report.events.Iteration)."""
+        """Return fields for the next log line (megatron.training.report.events.Iteration).
+
+        A user's own numbers are {"scalars": {name: number}}; those of rank 0 are shown.
+        """
         return {}
 
     def on_log(self, run: Run, figures: Iteration) -> None:

@@ -87,12 +87,22 @@ class Config(Sections):
     def with_pieces(self, **pieces: Any) -> Config:
         """Return a copy with the user's own pieces.
 
-        The keywords are layer, model, datasets, optimizer, schedule and callbacks. Raises
-        ConfigError if a piece is not callable or does not work with --cuda-graph-impl.
+        The keywords are the fields of Pieces. Raises ConfigError if a piece is not callable or does
+        not work with --cuda-graph-impl.
         """
         merged = dataclasses.replace(self.pieces, **pieces)
         raise_problems(list(piece_problems(self.kernels.cuda_graph_impl, merged)))
         return dataclasses.replace(self, pieces=merged)
+
+    @property
+    def loss_components(self) -> tuple[str, ...]:
+        """Return the names of what the training loss reports beside its value."""
+        return self.pieces.loss_components
+
+    @property
+    def loss_name(self) -> str:
+        """Return the name of the training loss in logs and trackers."""
+        return "lm loss" if self.pieces.loss is None else "loss"
 
     @property
     def schedule(self) -> str | Piece:

@@ -23,6 +23,7 @@ class Pieces:
     layer: Piece | None = None
     model: Piece | None = None
     datasets: Piece | None = None
+    loss: Piece | None = None
     optimizer: Piece | None = None
     schedule: Piece | None = None
     callbacks: Sequence[Any] = field(default=(), hash=False)  # often a list
@@ -34,6 +35,17 @@ class Pieces:
                 raise ConfigError(
                     f"{name}={piece!r} is not callable: give a function or a class, not its result"
                 )
+        names: Any = getattr(self.loss, "components", ())
+        if isinstance(names, str) or not all(isinstance(n, str) and n for n in names):
+            raise ConfigError(
+                f"loss.components is {names!r}: give the names of the loss's components as a tuple "
+                "of strings"
+            )
+
+    @property
+    def loss_components(self) -> tuple[str, ...]:
+        """Return the names of the components of the user's own loss."""
+        return tuple(getattr(self.loss, "components", ()))
 
     def named(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, piece) for each of the user's own pieces."""
@@ -87,8 +99,8 @@ def load_pieces(file: str) -> Pieces:
     pieces = getattr(sys.modules[name], "PIECES", None)
     if not isinstance(pieces, dict) or not pieces.keys() <= vars(PLAIN).keys() - {"file"}:
         raise ConfigError(
-            f"--pieces {file}: PIECES must be a dictionary of layer, model, datasets, optimizer, "
-            f"schedule or callbacks, not {pieces!r}"
+            f"--pieces {file}: PIECES must be a dictionary with keys among "
+            f"{', '.join(sorted(vars(PLAIN).keys() - {'file'}))}, not {pieces!r}"
         )
     return Pieces(**pieces, file=str(path))
 

@@ -217,9 +217,9 @@ def _norms(config: Sections) -> Problems:
 
 
 def piece_problems(cuda_graph_impl: str | None, pieces: Pieces) -> Problems:
-    """Yield problems of the user's own layer or model if passes are captured in graphs."""
-    for name, piece in {"layer": pieces.layer, "model": pieces.model}.items():
-        if cuda_graph_impl is not None and piece is not None:
+    """Yield problems of the user's own layer, model or loss if passes are captured in graphs."""
+    for name in ("layer", "model", "loss"):
+        if cuda_graph_impl is not None and getattr(pieces, name) is not None:
             yield (
                 f"your own {name} ({pieces.describe()[name]}) does not work with "
                 f"--cuda-graph-impl {cuda_graph_impl}: replays would not run its Python code in "

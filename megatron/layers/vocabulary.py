@@ -118,6 +118,7 @@ def vocabulary_loss(
     vocabulary: Vocabulary,
     late: bool = False,
     count: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return the mean cross entropy of the unmasked tokens, a scalar in fp32.
 
@@ -125,7 +126,7 @@ def vocabulary_loss(
 
     x [s(/tp), b, h] in the weight's dtype, labels int64 [s, b], mask [s, b] of ones and zeros. The
     result is 0 if all tokens are masked. `count`: divisor of the sum, by default the number of
-    unmasked tokens.
+    unmasked tokens. `out`: memory for the value, a scalar; the result is then a view of it.
 
     The logits are computed chunk by chunk: in the backward pass, and, without `late`, also in the
     forward pass. With `late` the result is NaN until its backward pass fills in the value; if no
@@ -135,7 +136,17 @@ def vocabulary_loss(
     mask = mask.reshape(-1).float()
     weight = vocabulary.weight
     late = late and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _Loss.apply(x, weight, labels, mask, count, vocabulary, late)
+    return _Loss.apply(x, weight, labels, mask, count, vocabulary, late, out)
+
+
+def differentiable_losses(x: Tensor, labels: Tensor, v: Vocabulary) -> Tensor:
+    """Return the cross entropy of each label [s, b], fp32, with gradients.
+
+    x as in `vocabulary_loss`; the logits are computed chunk by chunk, in both passes.
+    """
+    flat = labels.reshape(-1)
+    losses: Tensor = _Loss.apply(x, v.weight, flat, None, None, v, False, None)
+    return losses.view_as(labels)
 
 
 def scores(x: Tensor, v: Vocabulary, positions: Tensor | None = None) -> Tensor:
@@ -207,10 +218,11 @@ class _Loss(Node):
         x: Tensor,
         weight: Tensor,
         labels: Tensor,
-        mask: Tensor,
+        mask: Tensor | None,
         count: Tensor | None,
         v: Vocabulary,
         late: bool,
+        out: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, labels, mask, count)
         ctx.vocabulary = v
@@ -218,8 +230,14 @@ class _Loss(Node):
         ctx.partial_gradient = v.context.sequence_parallel  # of x, for engine/gradients.py
         if not late:
             statistics = _statistics(x, labels, v)  # one message for all chunks
-            return _mean(_combine(statistics, v.context.tensor)[0], mask, count)
+            losses = _combine(statistics, v.context.tensor)[0]
+            if mask is None:
+                return losses
+            loss = _mean(losses, mask, count)
+            return loss if out is None else out.copy_(loss).detach()
         loss = x.new_full((), float("nan"), dtype=torch.float32)
+        if out is not None:
+            loss = out.copy_(loss).detach()
         # the same memory; a view would keep the output alive, and with it this node
         ctx.loss = loss.detach()
         return loss
@@ -229,7 +247,9 @@ class _Loss(Node):
         x, labels, mask, count = ctx.saved_tensors
         v: Vocabulary = ctx.vocabulary
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        token_gradients = mask * (gradient / _count(mask, count))
+        token_gradients = gradient
+        if mask is not None:
+            token_gradients = mask * (gradient / _count(mask, count))
         full = v.gather(x)
         dx = torch.empty_like(full) if needs_x else None
         dw = None
@@ -260,7 +280,7 @@ class _Loss(Node):
                 else:  # The sum over several chunks is taken in fp32 and rounded once.
                     dw = product.to(torch.promote_types(product.dtype, torch.float32))
         sent.wait()
-        loss = _mean(losses, mask, count)
+        loss = losses.sum() if mask is None else _mean(losses, mask, count)
         if ctx.late:
             ctx.loss.copy_(loss)
         if dx is not None:
@@ -268,7 +288,7 @@ class _Loss(Node):
             # A loss may be infinite although its gradient is not. One value of the gradient passes
             # this on to the optimizer, which then skips the step; no other message is needed.
             dx[:1, :1, :1].add_(0.0 * loss)
-        return dx, None if dw is None else dw.to(v.weight.dtype), *[None] * 5
+        return dx, None if dw is None else dw.to(v.weight.dtype), *[None] * 6
 
 
 def _to_gradient(logits: Tensor, labels: Tensor, token_gradients: Tensor, v: Vocabulary) -> Tensor:

@@ -35,6 +35,7 @@ from megatron.layers.vocabulary import (
     token_losses,
     vocabulary_loss,
 )
+from megatron.model.loss import LossInputs, mean_with_components
 from megatron.model.stages import assign_layers, recomputed_groups
 from megatron.parallel.keyed_random import DropoutKey, Site
 from megatron.parallel.layout import Layout
@@ -51,7 +52,8 @@ class GPTChunk(nn.Module):
     """The layers of one global pipeline stage, with the embedding (first stage) and head (last).
 
     forward(batch, hidden) -> hidden [s(/tp), b, h] for the next stage, or on the last stage the
-    scalar fp32 loss of the micro-batch: the mean over its unmasked tokens. With context parallelism
+    scalar fp32 loss of the micro-batch: the mean over its unmasked tokens; if the loss has
+    components (Config.loss_components), [1 + k] with the loss first. With context parallelism
     each rank returns a term whose mean over the ranks is this loss. `hidden` is None on the first
     stage.
 
@@ -112,6 +114,9 @@ class GPTChunk(nn.Module):
                 self.output_weight = tied_weight
             else:
                 self.output_weight = vocabulary(tied=True)
+            own_loss = config.pieces.loss
+            # A tuple, because a teacher's parameters are not the model's.
+            self._own_loss = (own_loss(config, context),) if own_loss is not None else ()
 
     def forward(
         self,
@@ -131,6 +136,12 @@ class GPTChunk(nn.Module):
             # The mean over the ranks is then the mean over the tokens of the full sequences.
             count = mask.sum().clamp(min=1.0) / context_parallel.size
         labels, mask = (self.context.cut(y).t() for y in (batch.labels, mask))
+        for own_loss in self._own_loss:
+            count = batch.loss_mask.sum().clamp(min=1.0) if count is None else count
+            inputs = LossInputs(batch, labels, mask, x, self._vocabulary(), self.context.cut)
+            losses, components = own_loss(inputs)
+            names = self.config.loss_components
+            return mean_with_components(losses, components, names, mask, count)
         return vocabulary_loss(x, labels, mask, self._vocabulary(), late_loss, count)
 
     def token_losses(self, batch: MicroBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -41,9 +41,9 @@ class Executor:
                       allocated.
     chunks            by global stage, those of this rank (orders.stage_owners): called as
                       chunk(micro_batch, hidden). The first stage gets hidden=None; the last stage
-                      returns the scalar loss of the micro-batch, the others a tensor like
-                      `message`. In training the value of the loss is read after its backward pass,
-                      which may compute it.
+                      returns the scalar loss of the micro-batch, or [1 + k] with k figures after
+                      it, the others a tensor like `message`. In training the value
+                      of the loss is read after its backward pass, which may compute it.
     schedule          a name in SCHEDULES or an order function (orders.py), with the same number of
                       chunks on every rank.
     message           shape and dtype of the hidden state between stages; the shape may be a
@@ -261,15 +261,17 @@ class _Pass:
             output = self._executor.chunks[stage](micro_batch, hidden)
         gradient: list[Tensor] = []
         if stage == self._last_stage:
-            if output.numel() != 1:
+            if output.numel() == 0 or output.dim() > 1:
                 raise ConfigError(
-                    f"the last stage must return a scalar loss, got shape {list(output.shape)}"
+                    "the last stage must return a scalar loss, or [1 + k] with k figures after it, "
+                    f"got shape {list(output.shape)}"
                 )
-            self._losses[index] = output.detach().reshape(())
+            loss = output.detach()
+            self._losses[index] = loss.reshape(()) if loss.numel() == 1 else loss
             if self._loss_scale is not None:
-                gradient.append(
-                    torch.ones_like(output.detach()).mul_(self._loss_scale * self._weights[index])
-                )
+                of_loss = torch.zeros_like(loss)
+                of_loss.view(-1)[:1].fill_(1.0).mul_(self._loss_scale * self._weights[index])
+                gradient.append(of_loss)
         else:
             self._check_output(instruction, output, micro_batch)
             self._activations[stage, index] = output.detach()

@@ -110,6 +110,36 @@ def test_data_of_ones_own_train_as_in_one_process_and_go_on_from_a_checkpoint(
     assert len(losses[1]) == 3 and losses[0] == pytest.approx(losses[1], rel=5e-6)
 
 
+@pytest.mark.slow
+def test_distillation_from_a_teacher_equal_to_the_student_is_half_its_cross_entropy(tmp_path):
+    """The second step of a run, and the first of a student that begins with its weights.
+
+    The student is divided; its teacher is not. Evaluation measures the same loss.
+    """
+    teacher, plain, student = (tmp_path / name for name in ("teacher", "plain", "student"))
+    flags = [*TINY, "--mock-data", "--eval-iters", "1", "--eval-interval", "2"]
+    flags += ["--hidden-dropout", "0", "--attention-dropout", "0"]
+    good(launch(1, [*flags, "--save", str(teacher), "--exit-interval", "1"]))
+    flags += ["--load", str(teacher), "--save"]
+    good(launch(1, [*flags, str(plain)]))
+    pieces = ["--pieces", str(ROOT / FOLDER / "distill.py")]
+    outcomes = launch(4, [*flags, str(student), *CUT, *pieces], env={"TEACHER": str(teacher)})
+    good(outcomes)
+    assert outcomes[0] is not None and "lm loss" not in outcomes[0].output
+    runs = records(plain), records(student)
+    expected, distilled = (run["iteration"][0] for run in runs)
+    parts = distilled["components"]
+    assert distilled["iteration"] == expected["iteration"] == 2
+    assert parts["cross entropy"] == pytest.approx(expected["lm_loss"], rel=1e-5)
+    assert abs(parts["distillation kl"]) < 1e-6
+    for record in (*runs[1]["iteration"], *runs[1]["validation"]):
+        assert record["lm_loss"] == pytest.approx(
+            0.5 * sum(record["components"].values()), rel=1e-5
+        )
+        assert record["loss_name"] == "loss" and "perplexity" not in record
+    assert runs[1]["validation"][0]["components"]["distillation kl"] > 1e-6
+
+
 def shown(rank):
     """Return the memory of a dry run, and a plan, with each file of pieces and with none."""
 
@@ -151,6 +181,8 @@ import megatron
 class Tell(megatron.Callback):
     def on_start(self, run):
         self.seen = ["start"]
+    def figures(self, run):
+        return {"scalars": {"seen": len(self.seen)}}
     def on_step(self, run, step):
         self.seen.append(f"step {step.iteration}")
     def on_log(self, run, figures):
@@ -163,7 +195,8 @@ class Tell(megatron.Callback):
         print("told:", ", ".join(self.seen))
 
 class Second(megatron.Callback):
-    pass
+    def figures(self, run):
+        return {"scalars": {"second": 2.5}}
 
 if __name__ == "__main__":
     megatron.main(callbacks=[Tell(), Second()])
@@ -181,6 +214,8 @@ def test_callbacks_of_a_script_of_ones_own_hear_of_a_run_on_every_rank(tmp_path)
         assert outcome is not None
         (events,) = [line for line in outcome.output.splitlines() if line.startswith("told:")]
         assert events == "told: start, step 1, step 2, log 2, step 3, log 3, save 3, end"
+    shown = values(records(tmp_path / "saved")["iteration"], "scalars")
+    assert shown == [({"seen": 3, "second": 2.5},), ({"seen": 5, "second": 2.5},)]
     assert outcomes[0] is not None and "your own callback 2: __main__.Second" in outcomes[0].output
 
 

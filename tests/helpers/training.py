@@ -268,7 +268,8 @@ class TrainingJob:
         losses = self.executor.train(micro_batches, loss_scale=self.engine.loss_scale)
         total = torch.zeros(1, dtype=torch.float64)
         if losses:
-            total += torch.stack(losses).double().mean() / self.topology.data.size
+            first = torch.stack([loss.reshape(-1)[0] for loss in losses])  # without components
+            total += first.double().mean() / self.topology.data.size
         if self.topology.world.size > 1:
             # Only last stages contribute; all tensor ranks of one have the same loss.
             dist.all_reduce(total)
@@ -442,7 +443,7 @@ def train_plainly(
         if routers:
             model.context.experts.loss_scale = 1 / len(micro_batches)
         for batch in micro_batches:
-            loss = model(batch, None) / len(micro_batches)
+            loss = model(batch, None).reshape(-1)[0] / len(micro_batches)
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf).item()

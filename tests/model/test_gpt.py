@@ -12,6 +12,7 @@ from megatron.data.sampler import Separation, make_micro_batch
 from megatron.kernels.choose import ALL, Fusions
 from megatron.model.gpt import hidden_state
 from megatron.parallel.sharding import sharding_of
+from tests.helpers import own_loss
 from tests.helpers.fusions import force
 from tests.helpers.tiny import one_stage
 from tests.parity.cases import BLOCK, CHEAP, FULL2, LLAMA, SELECTIVE
@@ -201,3 +202,26 @@ def test_fp32_residual_stream_beside_bf16_weights():
     assert wide.dtype == torch.float32
     assert abs(wide - exact) < 0.02 * exact
     assert abs(narrow - exact) < 0.02 * exact
+
+
+def test_a_loss_of_ones_own_is_that_of_float64():
+    """Value, components and gradients of tests/helpers/own_loss.py, which uses every input."""
+    config = Config.create(**{**FIELDS, "untie_embeddings_and_output_weights": True})
+    model = one_stage(config.with_pieces(loss=own_loss.OwnLoss))
+    t = tokens()
+    mask = (torch.rand(B, S, generator=torch.Generator().manual_seed(1)) > 0.3).float()
+    batch = micro_batch(t, mask)
+    values = model(batch, None)
+    values[0].backward()
+    hidden = model._outputs(model._hidden(batch, None)).detach().double()
+    weight = model.output_weight.detach().double().requires_grad_()
+    logits = (hidden @ weight.T)[..., :V]
+    log_p = logits.log_softmax(-1)
+    teacher = own_loss.table(V).double().log_softmax(-1)[batch.tokens.t()]
+    entropy = -log_p.gather(-1, batch.labels.t().unsqueeze(-1)).squeeze(-1)
+    kl = (teacher.exp() * (teacher - log_p)).sum(-1)
+    loss = entropy.square() + 0.5 * kl + 0.01 * logits.square().sum(-1)
+    expected = [(x * mask.t()).sum() / mask.sum() for x in (loss, entropy, kl)]
+    expected[0].backward()
+    assert values.tolist() == pytest.approx([x.item() for x in expected], rel=1e-5)
+    torch.testing.assert_close(model.output_weight.grad.double(), weight.grad, rtol=1e-4, atol=1e-6)

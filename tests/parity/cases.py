@@ -15,7 +15,7 @@ import contextlib
 import pytest
 
 from megatron.config.parallel import SCHEDULES, V_SHAPED
-from tests.helpers import frozen, late_weights
+from tests.helpers import frozen, late_weights, own_loss
 from tests.helpers.fusions import force
 from tests.helpers.training import STEPS, routes, train_in_process
 
@@ -26,6 +26,7 @@ SELECTIVE = dict(recompute_granularity="selective")
 CHEAP = dict(recompute_granularity="selective", recompute_modules=("mlp_act", "layernorm"))
 NONE = {}
 FROZEN = dict(pieces=frozen.__file__)
+OWN_LOSS = dict(pieces=own_loss.__file__)
 
 
 def layout(
@@ -374,6 +375,18 @@ TOGETHER = [
     (name, size, {"steps": 3 if "poison" in fields else 2, **fields})
     for name, size, fields in TOGETHER
 ]
+LOSSES = [
+    layout(**shape, **loss)
+    for loss in (OWN_LOSS,)
+    for shape in (
+        dict(tp=2, sp=True, recompute=FULL, micro_batch_size=2),
+        dict(tp=2, pp=2, schedule="zb-h1"),
+        dict(pp=2, dp=2, schedule="interleaved", zero=2),
+        dict(tp=2, pp=2, sp=True, schedule="v-half", **LLAMA),
+        dict(tp=4, cp=2, sp=True, zero=3, vocab_size=17),  # the last rank has no column
+        dict(cp=2, dp=2, zero=0, **BF16),
+    )
+]
 CONTEXT = [
     layout(cp=4, recompute=FULL, **LLAMA),
     layout(cp=3, seq_length=24, max_position_embeddings=24, micro_batch_size=2),
@@ -470,6 +483,7 @@ SHARDED = [
 ]
 CAMPAIGN = [
     *GRID,
+    *LOSSES,
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=FULL, **FROZEN),
     layout(pp=2, num_layers=7),
     layout(tp=2, pp=2, schedule="zb-h1", recompute=FULL, **UNFUSED, **WINDOW, **CAP, **MULTI_QUERY),

@@ -397,6 +397,7 @@ def run_rank(
     Exceptions raised by the run's code propagate.
     """
     import_deepspeed(device)
+    config = config.with_pieces(loss=None)  # it may load a teacher, and reads labels
     optimizer_state(config)  # measures a user's optimizer in a step with data
     follower = RankRecorder(device)
     with member(config, rank, device, follower.flight) as topology, followed(follower):

@@ -140,6 +140,8 @@ class Iteration(Event):
     times_ms            {phase: its time on each rank}, summarized by phases_ms
     balancing           {Megatron-LM's name for a router loss: its mean over layers and
                         micro-batches, without its coefficient}
+    components          {name: mean of a component of the loss}; loss_name: the loss's own name
+    scalars             {name: number} of the user's callbacks
     experts             {layer: its balance} with --moe-per-layer-logging: `imbalance`, the largest
                         load over the mean; `entropy` of the routing, as a fraction of its maximum;
                         `dropped`, the share of choices that were dropped; `tokens`, the number for
@@ -169,6 +171,8 @@ class Iteration(Event):
         "joules_per_token": "joules-per-token",
         "sources": "data",
         "balancing": "moe",
+        "components": "loss",
+        "scalars": "user",
         "experts": "moe/layer",
     }
     iteration: int
@@ -202,6 +206,9 @@ class Iteration(Event):
     joules_per_token: float | None = None
     energy_kwh: float | None = None
     balancing: Mapping[str, float] | None = None
+    components: Mapping[str, float | None] | None = None
+    scalars: Mapping[str, float] | None = None
+    loss_name: str = "lm loss"
     experts: Mapping[str, Record] | None = None
     empty: int = 0
     times_ms: Mapping[str, Sequence[float]] = field(default_factory=dict, metadata=_UNRECORDED)
@@ -220,6 +227,7 @@ class Validation(Event):
 
     ema_loss  the loss with the averaged weights (--eval-ema)
     where     the iteration and the data, for the log
+    components, loss_name  as in Iteration
     """
 
     event = "validation"
@@ -232,17 +240,21 @@ class Validation(Event):
     elapsed_s: float
     corpus: str | None = None
     ema_loss: float | None = None
+    components: Mapping[str, float] | None = None
+    loss_name: str = "lm loss"
     where: str = field(default="", metadata=_UNRECORDED)
 
     def shown_as(self) -> Mapping[str, str]:
         """Return names that contain the kind of data and the corpus."""
         kind = "test" if self.dataset == "test" else "validation"
-        name = f"lm loss {kind}" + (f" {self.corpus}" if self.corpus else "")
-        return {"lm_loss": name, "perplexity": f"{name} ppl", "ema_loss": f"{name} ema"}
+        name = f"{self.loss_name} {kind}" + (f" {self.corpus}" if self.corpus else "")
+        shown = {"lm_loss": name, "perplexity": f"{name} ppl", "ema_loss": f"{name} ema"}
+        return {**shown, "components": name}
 
     def as_record(self) -> dict[str, Any]:
-        """Return the record, with the perplexity."""
-        return super().as_record() | {"perplexity": perplexity(self.lm_loss)}
+        """Return the record, with the perplexity if the loss is the language model's."""
+        known = self.loss_name == "lm loss"
+        return super().as_record() | ({"perplexity": perplexity(self.lm_loss)} if known else {})
 
 
 class TaskEvaluated(Event):
@@ -464,7 +476,8 @@ def scalars(event: Event, every: int = 1) -> dict[int, dict[str, float]]:
         for step, loss in zip(event.steps, event.step_losses, strict=True):
             if step.iteration % every == 0:
                 known = vars(step) | {"loss": None if step.skipped else loss}
-                points[step.iteration].update(_named(known, step.shown))
+                shown_step = {**step.shown, "loss": event.loss_name}
+                points[step.iteration].update(_named(known, shown_step))
     if shown := event.shown_as():
         known = vars(event) | event.as_record()
         points[known["iteration"]].update(_named(known, shown))

@@ -84,9 +84,12 @@ class Interval:
     used_j  energy used by all nodes up to the last log line; NaN if unknown
     """
 
-    def __init__(self, topology: Topology, rates: FlopRates) -> None:
+    def __init__(self, topology: Topology, rates: FlopRates, config: Config | None = None) -> None:
         self._topology = topology
         self._rates = rates
+        self._components = () if config is None else config.loss_components
+        self._loss_name = "lm loss" if config is None else config.loss_name
+        self._means: list[list[float | None]] = []  # of each component, by step
         self.steps: list[StepRecord] = []
         self.meter: EnergyMeter | None = None
         self.used_j = 0.0
@@ -109,7 +112,9 @@ class Interval:
         """
         steps = [*self.steps, *unfinished]
         world = self._topology.world
-        loss_elements = 3 * len(steps)  # loss, counted micro-batches, all micro-batches
+        # loss, its components, counted micro-batches, all micro-batches
+        width = 3 + len(self._components)
+        loss_elements = width * len(steps)
         total = torch.zeros(
             loss_elements + 2 * world.size + 1, dtype=torch.float64, device=self._topology.device
         )
@@ -130,7 +135,10 @@ class Interval:
         for other, size in enumerate(memory):
             stage = layout.coordinates(other)[2]
             of_stages[stage] = max(of_stages[stage], size)
-        losses = [mean_of_counted(*sums[at : at + 3]) for at in range(0, loss_elements, 3)]
+        rows = [sums[at : at + width] for at in range(0, loss_elements, width)]
+        losses, *self._means = (
+            [mean_of_counted(row[column], *row[-2:]) for row in rows] for column in range(width - 2)
+        )
         return losses, Peak(
             int(memory[rank]),
             rank,
@@ -158,8 +166,17 @@ class Interval:
         assert steps, "a log line needs at least one step"
         last = steps[-1]
         rates = self._rates
-        both = zip(steps, losses, strict=True)
-        advanced = [loss for step, loss in both if loss is not None and not step.skipped]
+        lm_loss, *components = (
+            statistics.fmean(counted) if counted else None
+            for counted in (
+                [
+                    x
+                    for step, x in zip(steps, each, strict=True)
+                    if x is not None and not step.skipped
+                ]
+                for each in (losses, *self._means)
+            )
+        )
         samples_per_s = sum(s.global_batch_size for s in steps) / elapsed_s
         tokens_per_s = samples_per_s * rates.seq_length
         model = samples_per_s * rates.model_flops_per_sample / rates.world_size
@@ -171,7 +188,9 @@ class Interval:
             **of_last_step,
             total_iterations=total_iterations,
             seq_length=rates.seq_length,
-            lm_loss=sum(advanced) / len(advanced) if advanced else None,
+            lm_loss=lm_loss,
+            components=dict(zip(self._components, components, strict=True)) or None,
+            loss_name=self._loss_name,
             skipped=sum(s.skipped for s in steps),
             nan=sum(loss is not None and not math.isfinite(loss) for loss in losses),
             empty=losses.count(None),
@@ -233,16 +252,17 @@ class TokenWeights(Sequence[Tensor]):
 def local_loss(losses: list[Tensor], weights: Tensor | None, topology: Topology) -> Tensor | None:
     """Return this rank's term in the mean loss of the global batch, for a sum over the world.
 
-    Returns None on ranks without a term. `losses` are the micro-batch losses on the last pipeline
-    stage, empty on other stages; `weights` [micro-batches] are their weights, equal if None. All
-    tensor ranks of a stage have the same losses, so only the first one has a term.
+    With components the result is [1 + k], like the losses. Returns None on ranks without a term.
+    `losses` are the micro-batch losses on the last pipeline stage, empty on other stages; `weights`
+    [micro-batches] are their weights, equal if None. All tensor ranks of a stage have the same
+    losses, so only the first one has a term.
     """
     if not topology.has_last_stage or topology.tensor.rank != 0:
         return None
     stacked = torch.stack([loss.detach().float() for loss in losses])
     if weights is None:
-        return stacked.mean() / topology.data.size
-    return (stacked * weights.to(stacked)).sum()
+        return stacked.mean(0) / topology.data.size
+    return (stacked.movedim(0, -1) * weights.to(stacked)).sum(-1)
 
 
 def counted(
@@ -262,10 +282,10 @@ def counted(
 
 
 def loss_share(loss: Tensor | None, counted: Tensor | None) -> Tensor:
-    """Return this rank's terms of the arguments of mean_of_counted, to be summed; fp64 [3]."""
+    """Return this rank's terms of the arguments of mean_of_counted, to be summed; fp64 [3 + k]."""
     assert loss is not None, "the rank has a term"
     none = torch.zeros(2, dtype=torch.float64, device=loss.device)
-    return torch.cat([loss.double().view(1), none if counted is None else counted])
+    return torch.cat([loss.double().view(-1), none if counted is None else counted])
 
 
 def mean_of_counted(loss: float, counted: float, every: float) -> float | None:

@@ -42,8 +42,8 @@ def format_iteration(report: Iteration) -> str:
     """Return the iteration line.
 
     `TFLOPs:` is hardware TFLOP/s per device, recomputation included, as parsers expect; MFU and HFU
-    follow if the device's peak is known. lm loss, loss scale, grad norm, num zeros and params norm
-    appear only if they have values, and lm loss only if it is not 0.
+    follow if the device's peak is known. The loss, loss scale, grad norm, num zeros and params norm
+    appear only if they have values, and the loss only if it is not 0.
     """
     fields = [
         f"iteration {report.iteration:8d}/{report.total_iterations:8d}",
@@ -54,14 +54,16 @@ def format_iteration(report: Iteration) -> str:
         f"global batch size: {report.global_batch_size:5d}",
     ]
     optional = [
-        ("lm loss: {:.6E}", report.lm_loss if report.lm_loss != 0.0 else None),
+        (f"{report.loss_name}: {{:.6E}}", report.lm_loss if report.lm_loss != 0.0 else None),
         ("loss scale: {:.1f}", report.loss_scale),
         ("grad norm: {:.3f}", report.grad_norm),
         ("num zeros: {:.1f}", report.num_zeros),
         ("params norm: {:.3f}", report.params_norm),
     ]
     fields += [form.format(value) for form, value in optional if value is not None]
-    fields += [f"{name}: {value:.6E}" for name, value in (report.balancing or {}).items()]
+    groups = report.components, report.balancing, report.scalars
+    more = {name: value for group in groups for name, value in (group or {}).items()}
+    fields += [f"{name}: {value:.6E}" for name, value in more.items() if value is not None]
     fields += [
         f"actual seqlen: {report.seq_length:5d}",
         f"number of skipped iterations: {report.skipped:3d}",
@@ -75,13 +77,18 @@ def format_iteration(report: Iteration) -> str:
     return " " + " | ".join(fields) + " |"
 
 
-def format_validation(prefix: str, loss: float, ema_loss: float | None = None) -> str:
+def format_validation(
+    prefix: str,
+    loss: float,
+    ema_loss: float | None = None,
+    name: str = "lm loss",
+    components: Mapping[str, float] | None = None,
+) -> str:
     """Return the validation line between dashed lines; `prefix` names the iteration and data."""
-    line = (
-        f" validation loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: "
-        f"{perplexity(loss):.6E} | "
-    )
-    line += "" if ema_loss is None else f"lm loss of averaged weights: {ema_loss:.6E} | "
+    line = f" validation loss at {prefix} | {name} value: {loss:.6E} | "
+    line += f"lm loss PPL: {perplexity(loss):.6E} | " if name == "lm loss" else ""
+    line += "".join(f"{other}: {value:.6E} | " for other, value in (components or {}).items())
+    line += "" if ema_loss is None else f"{name} of averaged weights: {ema_loss:.6E} | "
     dashes = "-" * (len(line) + 1)
     return f"{dashes}\n{line}\n{dashes}"
 
@@ -278,7 +285,8 @@ class LogLines(Callback):
             case Iteration():
                 self._iteration(event)
             case Validation():
-                self._say(format_validation(event.where, event.lm_loss, event.ema_loss))
+                named = event.loss_name, event.components
+                self._say(format_validation(event.where, event.lm_loss, event.ema_loss, *named))
             case TaskEvaluated():
                 self._say(f" iteration {event.iteration}, task {event}")
             case ComputeTimes():

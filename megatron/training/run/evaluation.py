@@ -176,9 +176,10 @@ def evaluate(
         if advance:
             progress.consumed_valid_samples = position + samples
         seconds = time.perf_counter() - start
-        losses = [loss for loss, weight in measured if weight]
+        counted = [one for one in measured if one[1]]
+        losses = [one[0] for one in counted]
         if losses:
-            report_validation(run, prefix, name, losses, samples, seconds, corpus)
+            report_validation(run, prefix, name, losses, samples, seconds, corpus, counted[0][2:])
         else:
             run.reporter.say(
                 f"WARNING: no loss at {prefix}: none of the {samples} samples of the "
@@ -191,8 +192,8 @@ def evaluate(
 
 def measure(
     run: Run, dataset: TokenDataset, samples: range, corpus: str | None
-) -> list[tuple[float, float]]:
-    """Return [(loss, weight)] for these samples; an empty list if the evaluation is interrupted."""
+) -> list[tuple[float, ...]]:
+    """Return [mean_loss(...)] for these samples; an empty list if the evaluation is interrupted."""
 
     def forward(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         losses = run.executor.evaluate(micro_batches)
@@ -217,6 +218,7 @@ def measure(
             run.topology,
             per_token=run.config.batch.calculate_per_token_loss or corpus is not None,
             interrupted=lambda: interrupted(run),
+            components=len(run.config.pieces.loss_components),
         )
     finally:
         stream.close()
@@ -232,10 +234,12 @@ def report_validation(
     samples: int,
     seconds: float,
     corpus: str | None = None,
+    components: Sequence[float] = (),
 ) -> None:
     """Report the `losses` of `evaluate` on `samples` samples of the 'valid' or 'test' data set.
 
-    `corpus` is the name of a validation corpus; None for the whole set.
+    `corpus` is the name of a validation corpus; None for the whole set. `components` are those of
+    the first loss, if they were measured.
     """
     progress = run.progress
     run.reporter.publish(
@@ -246,6 +250,8 @@ def report_validation(
             dataset=dataset,
             corpus=corpus,
             lm_loss=losses[0],
+            components=dict(zip(run.config.loss_components, components, strict=False)) or None,
+            loss_name=run.config.loss_name,
             ema_loss=losses[1] if len(losses) > 1 else None,
             samples=samples,
             elapsed_s=seconds,
@@ -280,8 +286,9 @@ def mean_loss(
     *,
     per_token: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
-) -> tuple[float, float] | None:
-    """Return the mean loss over `batches`, and the sum of the weights.
+    components: int = 0,
+) -> tuple[float, ...] | None:
+    """Return the mean loss over `batches`, the sum of the weights, and means of its components.
 
     Each of `batches` has this data-parallel rank's micro-batches, as many as on every other rank.
     `forward` maps them to their losses on the last pipeline stage and to an empty list on other
@@ -292,21 +299,22 @@ def mean_loss(
     `interrupted` is called on all ranks before each item of `batches` except the first; once it
     returns True, the result is None. All ranks call this and get the result.
     """
-    total = torch.zeros(2, dtype=torch.float64, device=topology.device)
+    total = torch.zeros(2 + components, dtype=torch.float64, device=topology.device)
     for number, micro_batches in enumerate(batches):
         if number and interrupted():
             return None
         losses = forward(micro_batches)
         if not losses or topology.tensor.rank != 0:
             continue  # all tensor ranks have the same losses: only the first one adds them
-        values = torch.stack(losses).double()
+        values = torch.stack(losses).double().view(len(losses), -1).t()  # [1 + k, micro-batches]
         weights = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).to(values)
         if not per_token:
             weights = (weights > 0).to(values)
         weights /= topology.context.size  # context-parallel ranks share sequences
-        total += torch.stack([(values * weights).sum(), weights.sum()])
-    sum_, weight = collectives.all_reduce(total, topology.world).tolist()
-    return sum_ / weight if weight else math.nan, weight
+        total += torch.cat([weights.sum().view(1), (values * weights).sum(-1)])
+    weight, *sums = collectives.all_reduce(total, topology.world).tolist()
+    loss, *others = (total / weight if weight else math.nan for total in sums)
+    return loss, weight, *others
 
 
 def interrupted(run: Run) -> bool:

@@ -163,7 +163,9 @@ def report(run: Run) -> None:
     elapsed_s = run.watch.lap()
     measured: dict[str, Any] = {}
     for callback in run.callbacks:
-        measured |= callback.figures(run)
+        fields = dict(callback.figures(run))
+        scalars = {**measured.get("scalars", {}), **fields.pop("scalars", {})}  # type: ignore[dict-item]
+        measured |= fields | ({"scalars": scalars} if scalars else {})
     figures = run.interval.report(losses, run.total_iterations, elapsed_s, memory, **measured)
     run.reporter.publish(figures)
     for callback in run.callbacks:

@@ -291,7 +291,7 @@ def assemble(
         progress=progress,
         total_iterations=end,
         datasets=datasets,
-        interval=Interval(topology, rates(config, topology)),
+        interval=Interval(topology, rates(config, topology), config),
         reporter=reporter,
         agreement=agreement,
         stop=StopRules(config, agreement, signals, wall_time),

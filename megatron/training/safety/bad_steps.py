@@ -79,10 +79,12 @@ def loss_over_ranks(run: Run, step: StepRecord) -> float | None:
 
     All ranks call this. It waits for the device.
     """
-    total = torch.zeros(3, dtype=torch.float64, device=run.topology.device)
+    width = 3 + len(run.config.loss_components)
+    total = torch.zeros(width, dtype=torch.float64, device=run.topology.device)
     if step.loss is not None:
         total = loss_share(step.loss, step.counted)
-    return mean_of_counted(*collectives.all_reduce(total, run.topology.world).tolist())
+    loss, *_, counted, every = collectives.all_reduce(total, run.topology.world).tolist()
+    return mean_of_counted(loss, counted, every)
 
 
 def find_spike(run: Run, step: StepRecord, loss: float | None) -> Spike | None:
@@ -361,7 +363,7 @@ def count_skip(run: Run, in_progress: StepInProgress, result: StepResult) -> Non
     if scale_falls and result.loss_scale > precision.min_loss_scale:
         bad = torch.zeros((), dtype=torch.int32, device=run.topology.device)
         for loss in in_progress.losses:
-            bad += ~torch.isfinite(loss)
+            bad += ~torch.isfinite(loss).all()
         if not collectives.all_reduce(bad, run.topology.world, dist.ReduceOp.MAX):
             return
     repeated = skips.first
