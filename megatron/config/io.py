@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +16,80 @@ _NO_RANDOM_STATES = (
 )
 
 
-def named_corpus(word: str) -> tuple[str, str] | None:
-    """Return the name and prefix of a corpus given as NAME=PREFIX; None for a bare prefix.
+@dataclass(frozen=True)
+class BlendPart:
+    """A data set in a blend.
 
-    >>> named_corpus("web=data/web"), named_corpus("./a=b")
-    (('web', 'data/web'), None)
+    corpus      name of the validation corpus that the blend is; "" if the split is one blend
+    start, end  the documents that are used, as shares of their number
     """
-    name, equals, prefix = word.partition("=")
-    return (name, prefix) if equals and "/" not in name else None
+
+    weight: float
+    prefix: str
+    corpus: str = ""
+    start: float = 0.0
+    end: float = 1.0
+
+    @property
+    def part(self) -> str:
+        """Return the documents that are used as text; "" for all of them."""
+        return "" if (self.start, self.end) == (0, 1) else f"{self.start}:{self.end}"
+
+
+# A NAME has no /, so that ./a=b is the file a=b.
+_SOURCE = re.compile(r"(?:([^/=]*)=)?(.*?)(?:@([0-9.][0-9.e-]*):([0-9.][0-9.e-]*))?", re.DOTALL)
+
+
+def parse_blend(words: Sequence[str], *, named: bool = False) -> list[BlendPart]:
+    """Return the data sets in the words of --train-data-path and its siblings. Raises ValueError.
+
+    `named` is true for --valid-data-path: words may have the names of corpora.
+
+    >>> parse_blend(["0.3", "a@0:0.95", "0.7", "b"])[0]
+    BlendPart(weight=0.3, prefix='a', corpus='', start=0.0, end=0.95)
+    >>> [(part.corpus, part.prefix) for part in parse_blend(["web=data/web", "code=data/b"], named=True)]
+    [('web', 'data/web'), ('code', 'data/b')]
+    """
+    pairs = len(words) > 1 and not (named and "=" in words[0])
+    if len(words) % 2 and pairs:
+        raise ValueError("give one PREFIX, or pairs WEIGHT PREFIX WEIGHT PREFIX ...")
+    parts = []
+    for weight, word in (
+        zip(words[::2], words[1::2], strict=True) if pairs else ((1, w) for w in words)
+    ):
+        match = _SOURCE.fullmatch(word)
+        assert match is not None, "it matches every text"
+        name, prefix, start, end = match.groups()
+        if name is not None and not named:
+            prefix = f"{name}={prefix}"
+            name = None
+        try:
+            part = BlendPart(float(weight), prefix, name or "", float(start or 0), float(end or 1))
+        except ValueError:
+            raise ValueError(
+                "give one PREFIX, or pairs WEIGHT PREFIX WEIGHT PREFIX ..., or names for all: "
+                "NAME=PREFIX"
+            ) from None
+        if not 0 <= part.weight < float("inf"):
+            raise ValueError("weights must be at least 0 and not all 0")
+        if not part.start < part.end <= 1:
+            raise ValueError(f"{word!r}: a part is START:END with 0 <= START < END <= 1")
+        if name is not None and not (prefix and re.fullmatch(r"[\w.-]+", name)):
+            raise ValueError(f"{word!r} is not NAME=PREFIX, with a NAME of letters, digits and ._-")
+        parts.append(part)
+    names = [part.corpus for part in parts]
+    if "" in names and (any(names) or (len(words) > 1 and not pairs)):
+        unnamed = parts[names.index("")].prefix
+        raise ValueError(f"{unnamed!r} has no NAME=: name all corpora, or none")
+    for name in names:
+        if not any(part.weight for part in parts if part.corpus == name):
+            raise ValueError("weights must be at least 0 and not all 0")
+        if name and not pairs and names.count(name) > 1:
+            raise ValueError(
+                f"{name!r} is the name of {names.count(name)} corpora: choose others, or give "
+                "pairs WEIGHT NAME=PREFIX for a blend"
+            )
+    return parts
 
 
 def hugging_face_folder(load: str | None) -> Path | None:
@@ -110,17 +178,20 @@ class DataConfig:
     )
     split: str = option("969, 30, 1", "Proportions of the training, validation and test splits.")
     train_data_path: tuple[str, ...] | None = option(
-        None, "Training data: a prefix, or WEIGHT PREFIX pairs.", metavar="[WEIGHT] PREFIX ..."
+        None,
+        "Training data: a prefix, or WEIGHT PREFIX pairs. PREFIX@START:END is a part of a file: "
+        "a@0:0.95 has the first 95 % of its documents.",
+        metavar="[WEIGHT] PREFIX ...",
     )
     valid_data_path: tuple[str, ...] | None = option(
         None,
-        "Validation data: a prefix, WEIGHT PREFIX pairs, or NAME=PREFIX words, each of which is "
-        "evaluated and reported separately, on the same samples every time. Write ./A=B for a "
-        "file whose name has an =.",
+        "Validation data: as --train-data-path, or corpora that are evaluated and reported "
+        "separately, on the same samples every time: NAME=PREFIX words, or WEIGHT NAME=PREFIX pairs "
+        "for corpora that are blends. Write ./A=B for a file whose name has an =.",
         metavar="[WEIGHT] PREFIX ...",
     )
     test_data_path: tuple[str, ...] | None = option(
-        None, "Test data: a prefix, or WEIGHT PREFIX pairs.", metavar="[WEIGHT] PREFIX ..."
+        None, "Test data, as --train-data-path.", metavar="[WEIGHT] PREFIX ..."
     )
     train_data_exact_num_epochs: int | None = option(
         None,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 
-from megatron.config.io import hugging_face_folder, is_same_folder, named_corpus
+from megatron.config.io import BlendPart, hugging_face_folder, is_same_folder, parse_blend
 from megatron.config.settings import Problems, Sections, all_options, check
 
 
@@ -45,18 +45,12 @@ def _data(config: Sections) -> Problems:
             yield f"--tokenizer-type {kind} needs {all_options()[name].flag}"
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words = config.get(name) or ()
-        written = all_options()[name].written(words)
-        if name == "valid_data_path" and any(map(named_corpus, words)):
-            yield from _corpora(written, words)
-        elif len(words) > 1:
-            try:
-                weights = [float(word) for word in words[::2]]
-            except ValueError:
-                weights = []
-            if len(words) % 2 or not weights:
-                yield f"{written}: give one PREFIX, or pairs WEIGHT PREFIX WEIGHT PREFIX ..."
-            elif not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
-                yield f"{written}: weights must be at least 0 and not all 0"
+        try:
+            parts = parse_blend(words, named=name == "valid_data_path")
+        except ValueError as error:
+            yield f"{all_options()[name].written(words)}: {error}"
+            continue
+        yield from _uses(name, parts)
     masks = config.data.loss_mask
     if masks in ("required", "optional") and not config.batch.calculate_per_token_loss:
         off = all_options()["calculate_per_token_loss"].written(False)
@@ -66,17 +60,21 @@ def _data(config: Sections) -> Problems:
         )
 
 
-def _corpora(written: str, words: tuple[str, ...]) -> Problems:
-    corpora = [named_corpus(word) or ("", word) for word in words]
-    names = [name for name, _ in corpora]
-    for word, (name, prefix) in zip(words, corpora, strict=True):
-        if not (prefix and re.fullmatch(r"[\w.-]+", name)):
+def _uses(name: str, parts: Sequence[BlendPart]) -> Problems:
+    """Refuse parts of files in --data-path, and several parts of a file in training data."""
+    for part in parts:
+        if part.part and name == "data_path":
             yield (
-                f"{written}: {word!r} is not NAME=PREFIX, with a NAME of letters, digits and ._-: "
-                "name all corpora, or none"
+                f"--data-path {part.prefix}@{part.part}: --split already divides the documents: use "
+                "--train-data-path and --valid-data-path for parts of files"
             )
-        elif names.count(name) > 1:
-            yield f"{written}: {name!r} is the name of {names.count(name)} corpora: choose others"
+    files = {part.prefix: part.part for part in parts}
+    several = {part.prefix for part in parts if files[part.prefix] != part.part}
+    if name == "train_data_path" and several:
+        yield (
+            f"--train-data-path has several parts of {', '.join(several)}, whose epochs could not be "
+            "told apart: use one part, or separate files"
+        )
 
 
 @check("data_packing")

@@ -148,26 +148,27 @@ _WEIGHTED = "'NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX'"
 def _blend(setting: str, groups: Sequence[str]) -> Values:
     """Return the WEIGHT PREFIX pairs in BigScience's weighted paths.
 
-    The paths also contain a name and the part of each file to use.
+    Several groups are corpora, of validation data only.
     """
-    if len(groups) != 1:
+    if len(groups) != 1 and setting != "valid_data_path":
         raise ValueError(
             f"names {len(groups)} data sets, but only one is supported: use "
             f"{all_options()[setting].flag} with one blend, or quote the whole text: {_WEIGHTED}"
         )
     pairs: list[str] = []
-    for entry in groups[0].partition(":")[2].split(","):
+    for name, _, entry in (
+        (*group.partition(":")[:2], entry)
+        for group in groups
+        for entry in group.partition(":")[2].split(",")
+    ):
         fields = entry.split()
         if len(fields) != 3 or not re.fullmatch(r"[0-9]+(\.[0-9]*)?:[0-9]+(\.[0-9]*)?", fields[1]):
             raise ValueError(f"has '{entry.strip()[:80]}' where {_WEIGHTED} is expected")
         weight, fraction, prefix = fields
         start, end = map(float, fraction.split(":"))
         if (start, end) != (0, 1):
-            raise ValueError(
-                f"uses the part {fraction} of {prefix}, but only whole files (0:1) are supported: "
-                "use --data-path with --split if all files have the same parts, else separate files"
-            )
-        pairs += [weight, prefix]
+            prefix += f"@{start}:{end}"
+        pairs += [weight, f"{name.strip()}={prefix}" if len(groups) > 1 else prefix]
     return {setting: pairs if len(pairs) > 2 else pairs[1:]}
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from megatron.config.io import named_corpus
+import numpy as np
+
+from megatron.config.io import BlendPart, parse_blend
 from megatron.data.gpt_dataset import (
     BlendedDataset,
     GPTDataset,
@@ -20,7 +22,7 @@ from megatron.data.gpt_dataset import (
     TokenDataset,
     UserDataset,
 )
-from megatron.data.indexed_dataset import IndexedDataset, data_files
+from megatron.data.indexed_dataset import IndexedDataset, build_blend_index, data_files
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.tokenizer_record import check_tokenizer
 from megatron.errors import ConfigError, DataError
@@ -52,14 +54,6 @@ class Datasets:
     corpora: Mapping[str, TokenDataset] = field(default_factory=dict, kw_only=True)
 
 
-@dataclass(frozen=True)
-class BlendPart:
-    """A data set in a blend and its share, between 0 and 1."""
-
-    weight: float
-    prefix: str
-
-
 Blend = tuple[BlendPart, ...]
 
 
@@ -67,18 +61,27 @@ Blend = tuple[BlendPart, ...]
 class SplitPlan:
     """The data sets of one split, and the part of each that the split takes.
 
-    blend   the data sets and their weights
-    split   value of --split; UNSPLIT: the split takes the whole of each data set
-    names   names of the data sets, if they are separate corpora instead of a blend
+    blend   the data sets, and their weights, which add up to 1; in each corpus, if they are named
+    split   value of --split; UNSPLIT: the split takes each data set, or the part that the blend has
     """
 
     blend: Blend
     split: str
-    names: tuple[str, ...] = ()
 
-    def bounds(self, index: int, size: int) -> tuple[int, int]:
+    def bounds(self, source: BlendPart, index: int, size: int) -> tuple[int, int]:
         """Return the sequences of split `index`, out of `size`, as (first, past the last)."""
-        return (0, size) if self.split == UNSPLIT else split_bounds(self.split, size)[index]
+        if self.split == UNSPLIT:  # parts are rounded as in BigScience's Megatron-DeepSpeed
+            return round(source.start * size), round(source.end * size)
+        return split_bounds(self.split, size)[index]
+
+    @property
+    def corpora(self) -> dict[str, SplitPlan]:
+        """Return the plan of each named corpus."""
+        names = dict.fromkeys(source.corpus for source in self.blend if source.corpus)
+        return {
+            name: SplitPlan(tuple(part for part in self.blend if part.corpus == name), self.split)
+            for name in names
+        }
 
 
 @dataclass(frozen=True)
@@ -118,15 +121,13 @@ def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise([0, *ends]))
 
 
-def parse_data_path(values: Sequence[str]) -> Blend:
-    """Return the blend for one prefix, or for pairs `weight prefix`.
+def parse_data_path(values: Sequence[str], *, named: bool = False) -> Blend:
+    """Return the blend for the words of --data-path or one of its siblings.
 
-    Weights are scaled to add up to 1. A weight of 0 excludes a data set. The configuration has
-    checked the form.
+    Weights are scaled to add up to 1, in each corpus if `named` words have their names. A weight of
+    0 excludes a data set. The configuration has checked the form.
     """
-    if len(values) == 1:
-        return (BlendPart(1.0, values[0]),)
-    return _normalised(list(zip(map(float, values[::2]), values[1::2], strict=True)))
+    return _normalised(parse_blend(values, named=named))
 
 
 def read_data_file_list(path: str) -> Blend:
@@ -136,7 +137,7 @@ def read_data_file_list(path: str) -> Blend:
     read, and ConfigError for a malformed line, with its number, or if no weight is positive.
     """
     lines = read_text(path, _MOST_BYTES, error=DataError).splitlines()
-    pairs = []
+    parts = []
     for number, line in enumerate(lines, 1):
         fields = line.split()
         if not fields or fields[0].startswith("#"):
@@ -151,15 +152,19 @@ def read_data_file_list(path: str) -> Blend:
                 f"{path}:{number}: expected 'weight prefix [corpus]', with a weight of 0 or more, "
                 f"got {line!r}"
             ) from None
-        pairs.append((weight, prefix))
-    if not any(weight for weight, _ in pairs):
+        parts.append(BlendPart(weight, prefix))
+    if not any(part.weight for part in parts):
         raise ConfigError(f"{path}: --data-file-list names no data set with a positive weight")
-    return _normalised(pairs)
+    return _normalised(parts)
 
 
-def _normalised(pairs: Sequence[tuple[float, str]]) -> Blend:
-    total = sum(weight for weight, _ in pairs)
-    return tuple(BlendPart(weight / total, prefix) for weight, prefix in pairs if weight > 0)
+def _normalised(parts: Sequence[BlendPart]) -> Blend:
+    total = dict.fromkeys((part.corpus for part in parts), 0.0)
+    for part in parts:
+        total[part.corpus] += part.weight
+    return tuple(
+        replace(part, weight=part.weight / total[part.corpus]) for part in parts if part.weight
+    )
 
 
 def samples_of_component(num_samples: int, weight: float) -> int:
@@ -188,13 +193,11 @@ def plan_splits(data: DataConfig) -> list[SplitPlan | None]:
             "no data: give --data-path (or --train-data-path, --data-file-list), or --mock-data "
             "for generated data"
         )
-    named = [pair for word in data.valid_data_path or () if (pair := named_corpus(word))]
-    blends = (data.train_data_path, None if named else data.valid_data_path, data.test_data_path)
-    plans = [SplitPlan(parse_data_path(paths), UNSPLIT) if paths else None for paths in blends]
-    if named:
-        names, prefixes = zip(*named, strict=True)
-        plans[1] = SplitPlan(tuple(BlendPart(1.0, prefix) for prefix in prefixes), UNSPLIT, names)
-    return plans
+    blends = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    return [
+        SplitPlan(parse_data_path(paths, named=split == "valid"), UNSPLIT) if paths else None
+        for split, paths in zip(SPLIT_NAMES, blends, strict=True)
+    ]
 
 
 def data_prefixes(config: Config) -> list[str]:
@@ -256,7 +259,7 @@ def check_data(
         return {}, notices
     for source in plan.blend:
         indexed = opened[source.prefix]
-        if tokens := indexed.tokens_between(*plan.bounds(0, len(indexed))):
+        if tokens := indexed.tokens_between(*plan.bounds(source, 0, len(indexed))):
             share = source.weight * samples * config.model.seq_length / tokens
             epochs[source.prefix] = epochs.get(source.prefix, 0.0) + share
     return epochs, notices
@@ -326,23 +329,48 @@ def build_datasets(
         if plan is None or count == 0:
             made.append(None)
             continue
-        made.append(None if plan.names else build(index, plan, count))
-        for name, source in zip(plan.names, plan.blend, strict=False):
-            tokens = opened(source.prefix).num_tokens
-            if tokens <= config.model.seq_length:
-                raise DataError(
-                    f"--valid-data-path {name}={source.prefix}: {tokens} tokens are fewer than one "
-                    f"sample of {config.model.seq_length + 1}: leave this corpus out"
-                )
-            corpus = build(index, SplitPlan((source,), plan.split), 1)
-            assert corpus is not None, "a corpus with tokens has samples"
-            corpora[name] = corpus
+        made.append(None if plan.corpora else build(index, plan, count))
+        for name, of_corpus in plan.corpora.items():
+            corpora[name] = _corpus(config, opened, build, name, of_corpus)
     if train_samples and made[0] is None:
         raise DataError(
             f"there is no training data: change --split {config.data.split!r}, or give "
             "--train-data-path"
         )
     return Datasets(*made, corpora=corpora)
+
+
+def _corpus(
+    config: Config,
+    opened: Callable[[str], IndexedDataset],
+    build: Callable[[int, SplitPlan, int], TokenDataset | None],
+    name: str,
+    plan: SplitPlan,
+) -> TokenDataset:
+    """Return the data set of a named corpus.
+
+    It is one epoch, or the samples of an evaluation by a blend, which ends before a file's samples
+    repeat. Raises DataError if a file has no whole sample.
+    """
+    sources = []
+    for source in plan.blend:
+        indexed = opened(source.prefix)
+        tokens = indexed.tokens_between(*plan.bounds(source, 1, len(indexed)))
+        if tokens <= config.model.seq_length:
+            raise DataError(
+                f"--valid-data-path {name}={source.prefix}: {tokens} tokens are fewer than one "
+                f"sample of {config.model.seq_length + 1}: leave this corpus out"
+            )
+        built = build(1, SplitPlan((source,), plan.split), 1)
+        assert isinstance(built, SourceDataset), "a data set with tokens has samples"
+        sources.append(built)
+    if len(sources) == 1:
+        return sources[0]
+    weights = [source.weight for source in plan.blend]
+    size = max(1, config.training.eval_iters * config.batch.global_batch_size)
+    which, sample = build_blend_index(weights, size)
+    over = sample >= np.array(list(map(len, sources)))[which]
+    return BlendedDataset(sources, weights, int(np.argmax(over)) if over.any() else size)
 
 
 def _user_datasets(config: Config, counts: tuple[int, int, int]) -> Datasets:
@@ -389,17 +417,17 @@ def _build_split(
     available = []
     for source in plan.blend:
         indexed = opened(source.prefix)
-        bounds = plan.bounds(index, len(indexed))
+        bounds = plan.bounds(source, index, len(indexed))
         tokens = indexed.tokens_between(*bounds)
         if tokens:
-            available.append((source.weight, indexed, bounds, tokens))
+            available.append((source, indexed, bounds, tokens))
     if not available:
         return None
     if index == 0 and data.train_data_exact_num_epochs is not None:
         num_samples = _samples_of_exact_epochs(
             data, [tokens for *_, tokens in available], seq_length, num_samples
         )
-    weights = [weight for weight, *_ in available]
+    weights = [source.weight for source, *_ in available]
     total = sum(weights)
     alone = len(plan.blend) == 1
     counts = [
@@ -414,11 +442,11 @@ def _build_split(
     )
     with ThreadPoolExecutor(reading.workers) as pool:
         futures = []
-        for (_, indexed, bounds, tokens), count in zip(available, counts, strict=True):
+        for (source, indexed, bounds, tokens), count in zip(available, counts, strict=True):
             request = IndexRequest(
                 indexed.prefix,
                 SPLIT_NAMES[index],
-                plan.split,
+                plan.split + (source.part and f" {source.part}"),
                 *bounds,
                 tokens,
                 max(count, 1),  # a split without a whole sample is repeated until it has one

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 
 import pytest
 
@@ -217,6 +218,16 @@ def test_weighted_paths(tmp_path):
     assert (data.train_data_path, data.valid_data_path, data.test_data_path) == tuple(
         expected.values()
     )
+    parts = ["t: 1 0:0.95 a"], ["en: 0.2 0.95:1 a, 0.8 0:1 b", "fr : 1 0.9:1.0 c"]
+    flags = [
+        word
+        for split, text in zip(("train", "valid"), parts, strict=True)
+        for word in (f"--{split}-weighted-split-paths", *text)
+    ]
+    of_parts = resolve(["--num-layers", "2", *flags])[0].data
+    assert of_parts.train_data_path == ("a@0.0:0.95",)
+    named = ("0.2", "en=a@0.95:1.0", "0.8", "en=b", "1", "fr=c@0.9:1.0")
+    assert of_parts.valid_data_path == named
     files = []
     for split, text in groups.items():
         (tmp_path / split).write_text(f'"{text}"\n')
@@ -232,14 +243,16 @@ def test_weighted_paths_that_cannot_be_had(tmp_path):
     train = "--train-weighted-split-paths"
     valid = "--valid-weighted-split-paths"
     for words, named in (
-        ([train, "t: 1 0:0.95 a"], ["0:0.95", "a", "--split"]),
-        ([f"{valid}-path", str(two)], ["2 data sets", "--valid-data-path"]),
+        ([train, "t: 1 0.5:0.2 a"], ["a@0.5:0.2"]),
+        ([train, "t: 1 0:0.5 a, 1 0.5:1 a"], ["parts of a"]),
+        ([f"{train}-path", str(two)], ["2 data sets"]),
+        ([valid, "a b: 1 0:1 a", "fr: 1 0:1 b"], ["'a b=a'"]),
         ([f"{train}-path", str(empty)], [str(empty)]),
         ([train, "t: 1 0:1 a", "--train-data-path", "b"], ["--train-data-path b", "t: 1 0:1 a"]),
         ([train, "t: x 0:1 a, 1 0:1 b"], ["--train-data-path x a 1 b"]),
     ):
         text = problem(["--num-layers", "2", *words])
-        assert words[0] in text or "--train-data-path" in text
+        assert words[0] in text or re.search("--(train|valid)-data-path", text)
         assert all(word in text for word in named), text
 
 

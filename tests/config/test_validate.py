@@ -174,6 +174,10 @@ CASES = """
 --valid-data-path 'a b=x' => 'a b=x' => --valid-data-path './a b=x'
 --valid-data-path =x => '=x' => --valid-data-path a-1.2_b=x=1
 --valid-data-path a= => 'a=' => --valid-data-path 1 c/d=e 1 f
+--valid-data-path 1 a=x 1 y => 'y' => --valid-data-path 1 a=x@0:0.5 1 a=y
+--train-data-path a@0.5:0.2 => 'a@0.5:0.2' => --train-data-path a@0.2:0.5
+--train-data-path 1 a@0:0.2 1 a => --train-data-path => --train-data-path 1 a@0:0.2 1 b
+--data-path a@0:0.5 => a@0.0:0.5 | --split => --data-path a
 --data-packing best-fit --no-reset-attention-mask \
     => --no-reset-attention-mask | best-fit => --no-reset-attention-mask -
 --data-packing best-fit --train-data-exact-num-epochs 2 \

@@ -20,7 +20,8 @@ def config(**data):
     return SimpleNamespace(
         data=DataConfig(**{"split": "8,1,1", **data}),
         model=SimpleNamespace(seq_length=SEQ_LENGTH, vocab_size=50),
-        training=SimpleNamespace(seed=1234),
+        training=SimpleNamespace(seed=1234, eval_iters=10),
+        batch=SimpleNamespace(global_batch_size=4),
         pieces=Pieces(),
     )
 
@@ -100,6 +101,22 @@ def test_corpora_of_their_own(tmp_path):
     assert tokens_in(built.corpora["y"]) == {100}
     assert tokens_in(build(0, 9, 0, valid_data_path=(b,)).valid) == {100}
     assert not build(0, 0, 4, valid_data_path=(f"x={a}",)).corpora
+
+
+def test_parts_of_files_and_corpora_that_are_blends(tmp_path):
+    """Bounds are round(share * documents), as in BigScience's Megatron-DeepSpeed."""
+    a = write(tmp_path, "a", 10)
+    b = write(tmp_path, "b", 2, 100)
+    build(4, 4, 0, train_data_path=(a,), valid_data_path=(a,))  # indices that must not be taken
+    parts = dict(train_data_path=("1", f"{a}@0:0.74", "1", b), valid_data_path=(f"{a}@0.74:1",))
+    built = build(40, 40, 0, **parts)
+    assert tokens_in(built.train) == {*range(7), 100, 101} and tokens_in(built.valid) == {7, 8, 9}
+    blend = ("3", f"x={a}@0.5:0.7", "1", f"x={b}", "2", f"y={b}@0:.5")
+    corpora = build(0, 40, 0, valid_data_path=blend).corpora
+    assert tokens_in(corpora["y"]) == {100} and len(corpora["y"]) == 19 // SEQ_LENGTH
+    # the order of build_blend_index, until it needs a fifth sample of a
+    sources = [int(corpora["x"][i][0]) // 100 for i in range(len(corpora["x"]))]
+    assert sources == [0, 1, 0, 0, 0, 1] and tokens_in(corpora["x"]) >= {5, 6}
 
 
 def test_exact_epochs(tmp_path):

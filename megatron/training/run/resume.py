@@ -18,10 +18,10 @@ import torch
 from megatron.checkpoint.files import CONFIG, PROVENANCE, read_manifest
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
+from megatron.config.io import BlendPart
 from megatron.config.option import options_of
 from megatron.config.settings import SECTIONS
 from megatron.data.datasets import (
-    BlendPart,
     SplitPlan,
     build_datasets,
     data_prefixes,
