@@ -38,6 +38,7 @@ _OF_TRAINING = frozenset(
     moe_shared_expert_overlap moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_bias_update_rate moe_input_jitter_eps moe_expert_capacity_factor
     moe_eval_capacity_factor moe_token_drop_policy moe_router_force_load_balancing
+    freeze lora_rank lora_alpha lora_target
     """.split()
 )
 ARCHITECTURE = [o.name for o in options_of(ModelConfig) if o.name not in _OF_TRAINING]
@@ -47,7 +48,11 @@ EXPERTS = [name for name in ARCHITECTURE if name.startswith(("num_experts", "moe
 
 
 # Settings beyond the architecture that --use-checkpoint-args takes, as in Megatron-LM.
-_INHERITED = ("seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout")
+_LORA = ("lora_rank", "lora_alpha", "lora_target")
+_INHERITED = (
+    *("seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout"),
+    *_LORA,
+)
 
 
 def settings_to_take(
@@ -124,13 +129,16 @@ def plain(value: object) -> Any:
 def check_architecture(stored: dict[str, Any], config: Config, where: str) -> None:
     """Raise CheckpointError listing every architecture flag that differs from the checkpoint's.
 
-    A checkpoint that is older than a flag is taken to have the flag's default.
+    A checkpoint that is older than a flag is taken to have the flag's default. Adapters may be added
+    to a model without them.
     """
     saved = stored.get("model", {})
     current = plain(config.model)
     fields = list(ARCHITECTURE)
     if current.get("position_embedding_type") == "learned_absolute":
         fields.append("max_position_embeddings")
+    if saved.get("lora_rank") is not None:
+        fields += _LORA
     defaults = {option.name: plain(option.default) for option in options_of(ModelConfig)}
     different = [
         f"--{name.replace('_', '-')} is {saved_value!r} in the checkpoint and {current[name]!r} here"

@@ -368,6 +368,8 @@ def _model(s: Settings) -> None:
         if remainder == 0:
             s.derive("kv_channels", width, "derived from hidden-size and num-attention-heads")
     _experts(s)
+    if s.usable("lora_rank"):
+        s.fill("lora_alpha", 2.0 * v["lora_rank"], "derived from lora-rank")
     sizes = "hidden_size", "num_layers", "ffn_hidden_size", "num_attention_heads", "kv_channels"
     if v["use_mup"] and s.usable(*sizes):
         _mup(s, None if explicit_width else mlp_width)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from megatron.config.option import (
@@ -30,6 +31,22 @@ GATES = tuple("swiglu geglu quick_geglu reglu liglu".split())
 """Settings that choose a gated unit."""
 ACTIVATIONS = (*GATES, "squared_relu", "xielu", "exact_gelu", "openai_gelu")
 """Settings that choose the activation function of the MLP."""
+ADAPTERS = (".lora_a", ".lora_b")
+"""Ends of the names of LoRA's parameters: A [rank, in] and B [.., out, rank]."""
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether parts of a dotted name, one after another, match those of a pattern.
+
+    >>> matches("layers.[01]", "layers.1.mlp.dense_h_to_4h.weight")
+    True
+    >>> matches("layers.1", "layers.10.mlp.dense_h_to_4h.weight")
+    False
+    """
+    parts = name.split(".")
+    globs = pattern.split(".")
+    starts = range(len(parts) - len(globs) + 1)
+    return any(all(map(fnmatchcase, parts[at:], globs)) for at in starts)
 
 
 class LayerKind(NamedTuple):
@@ -354,6 +371,31 @@ class ModelConfig:
         0.02, "Standard deviation of the initial weights.", Range(above=0, at_most=100)
     )
     init_method_xavier_uniform: bool = option(False, "Initialize weights with Xavier uniform.")
+    freeze: tuple[str, ...] = option(
+        (),
+        "Do not train the parameters whose names match one of these patterns, such as embedding, "
+        "'layers.[0-3]' or '*layernorm*'. A pattern matches whole parts of a name, between dots.",
+        metavar="PATTERN ...",
+    )
+    lora_rank: int | None = option(
+        None,
+        "Train low-rank adapters of linear layers (LoRA) with this rank; all other parameters are "
+        "frozen.",
+        WIDTH,
+        derived="no adapters",
+        none_word=True,
+    )
+    lora_alpha: float = option(
+        None,
+        "The adapters' outputs are multiplied by lora-alpha / lora-rank.",
+        FACTOR,
+        derived="2 x lora-rank",
+    )
+    lora_target: tuple[str, ...] = option(
+        ("self_attention",),
+        "Linear layers with adapters: patterns of their names, as in --freeze.",
+        metavar="PATTERN ...",
+    )
     use_mup: bool = option(
         False,
         "Use muP: learning rates, epsilon and initial weights that were tuned for a small base "
@@ -528,6 +570,24 @@ class ModelConfig:
         "the sequences.",
         choices="probs position",
     )
+
+    @property
+    def trains_in_part(self) -> bool:
+        """Return whether settings freeze parameters."""
+        return bool(self.freeze) or self.lora_rank is not None
+
+    def trains(self, name: str) -> bool:
+        """Return whether the settings let a parameter train."""
+        if self.lora_rank is not None and not name.endswith(ADAPTERS):
+            return False
+        return not any(matches(pattern, name) for pattern in self.freeze)
+
+    def adapter(self, name: str) -> tuple[int, float] | None:
+        """Return rank and factor of the adapter of a linear layer; None without one."""
+        rank = self.lora_rank
+        if rank is None or not any(matches(pattern, name) for pattern in self.lora_target):
+            return None
+        return rank, self.lora_alpha / rank
 
     @property
     def activation(self) -> str:

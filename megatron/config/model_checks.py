@@ -60,6 +60,16 @@ def _rope_scaling(config: Sections) -> Problems:
         )
 
 
+@check("lora_rank")
+def _adapters(config: Sections) -> Problems:
+    for with_it, why in (
+        (config.model.use_mup and "--use-mup", "muP has no rates for adapters"),
+        (config.optimizer.qk_clip and "--qk-clip", "it would scale weights that are frozen"),
+    ):
+        if with_it:
+            yield f"--lora-rank and {with_it} contradict each other: {why}; leave one of them out"
+
+
 @check("norm_position")
 def _norms(config: Sections) -> Problems:
     model = config.model

@@ -62,6 +62,7 @@ NEEDED = """
     qk_clip=true  qk_clip_alpha qk_clip_threshold
     cuda_graph_impl=local  cuda_graph_warmup_steps
     qk_layernorm=true  qk_layernorm_over
+    lora_rank  lora_alpha lora_target
     use_mup=true  mup_base_hidden_size mup_base_num_layers mup_base_ffn_hidden_size
     use_mup=true  mup_base_num_attention_heads mup_base_num_key_value_heads mup_base_head_dim
     use_mup=true  mup_embedding_mult mup_output_mult mup_attn_scale_power

@@ -93,14 +93,12 @@ class BucketRule:
         self,
         records: Sequence[Sharding],
         units: Sequence[Hashable] | None = None,
-        frozen: Sequence[bool] | None = None,
     ) -> list[BucketPlan]:
         """Divide parameters into buckets, in the order of the optimizer's groups.
 
         records  shardings of a rank's parameters, in the order in which forward passes first use
                  them
         units    unit of each parameter; no bucket spans two units. By default there is one unit
-        frozen   whether each parameter is frozen; by default none is
 
         Buckets of a kind are filled in the reverse of the order of `records`, which is roughly the
         order in which a backward pass produces gradients. Only a bucket with a single parameter
@@ -112,15 +110,13 @@ class BucketRule:
         for unit in units or ():
             numbers.setdefault(unit, len(numbers))
         kinds: dict[BucketKind, list[BucketPlan]] = {}
-        known: dict[tuple[int, bool], tuple[BucketKind, int, bool]] = {}  # layers share records
+        known: dict[int, tuple[BucketKind, int, bool]] = {}  # layers share records
         for number in reversed(range(len(records))):
             record = records[number]
-            is_frozen = bool(frozen and frozen[number])
-            key = id(record), is_frozen
-            if key not in known:
+            if id(record) not in known:
                 is_vector = record.kind == "vector"
-                known[key] = self._kind(record, is_frozen), record.elements, is_vector
-            kind, elements, is_vector = known[key]
+                known[id(record)] = self._kind(record), record.elements, is_vector
+            kind, elements, is_vector = known[id(record)]
             if units:
                 kind = kind._replace(unit=numbers[units[number]])
             buckets = kinds.setdefault(kind, [BucketPlan(kind, [])])
@@ -136,10 +132,10 @@ class BucketRule:
             plans.insert(0, BucketPlan(BucketKind(), []))
         return plans
 
-    def _kind(self, record: Sharding, frozen: bool) -> BucketKind:
+    def _kind(self, record: Sharding) -> BucketKind:
         """Return the kind of a parameter's bucket, without its unit."""
         kind = BucketKind(tied=record.tied, experts=record.experts, fp32=record.fp32)
-        if frozen:
+        if record.frozen:
             return kind._replace(frozen=True)
         lr_scale, eps_scale = self.scales(record)
         return kind._replace(

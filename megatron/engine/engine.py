@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -727,11 +727,10 @@ def _plan_of(
     plan = zero_plan(
         zero,
         bucket_rule(config, zero.gradient_ranks),
-        [sharding_of(p) for p in parameters],
+        [replace(sharding_of(p), frozen=not p.requires_grad) for p in parameters],
         calls,
         recomputed,
         optimizer_state(config).sweeps,
-        [not p.requires_grad for p in parameters],
     )
     called = {
         number for of_stage in calls.values() for call in of_stage for number in call.parameters

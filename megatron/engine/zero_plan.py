@@ -661,13 +661,11 @@ def zero_plan(
     calls: Mapping[int, Sequence[ModuleCall]],
     recomputed: Mapping[int, Sequence[int]],
     sweeps: Iterable[tuple[str, ...]] = ((),),
-    frozen: Sequence[bool] | None = None,
 ) -> ZeroPlan:
     """Return a rank's plan.
 
     records  shardings of its parameters, in the order in which forward passes first use them
     calls    by stage; a parameter without a call counts as part of the rank's first stage
-    frozen   see BucketRule.plan
 
     recomputed, sweeps  see ZeroPlan
     """
@@ -683,7 +681,7 @@ def zero_plan(
     ]
     return ZeroPlan(
         zero,
-        tuple(rule.plan(records, units, frozen)),
+        tuple(rule.plan(records, units)),
         tuple(first_uses),
         {stage: tuple(of_stage) for stage, of_stage in calls.items()},
         {stage: tuple(groups) for stage, groups in recomputed.items()},

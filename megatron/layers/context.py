@@ -261,6 +261,7 @@ class LayerContext:
     weight_gradients   the queue of weight gradients that zero-bubble schedules defer
     fusions            which operators use the fused kernels; none by default
     experts            state that layers with experts share; None without experts
+    adapter            rank and factor of a linear layer's adapter, by name (ModelConfig.adapter)
     alibis, rotaries   cached results of alibi() and rotary()
     """
 
@@ -273,10 +274,19 @@ class LayerContext:
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     fusions: Fusions = NONE
     experts: Experts | None = None
+    adapter: Callable[[str], tuple[int, float] | None] = lambda name: None
     alibis: dict[int, Alibi] = field(default_factory=dict)
     rotaries: dict[tuple[int, float, ModelConfig | None], RotaryEmbedding] = field(
         default_factory=dict
     )
+
+    @property
+    def gives_terms(self) -> bool:
+        """Return whether layers get terms of a sum as gradients of what all tensor ranks hold.
+
+        These are terms of this rank's tokens or, in a context without messages, of its shards.
+        """
+        return self.sequence_parallel or self.tensor.size < self.parameters.size
 
     @property
     def heads_shard(self) -> tuple[int, int]:

@@ -24,12 +24,14 @@ def routers(model: torch.nn.Module) -> list[Router]:
 def move_biases(routers: Sequence[Router], data: Group, counts: Tensor) -> None:
     """Sum a step's load over all tokens, adjust the experts' biases and reset the load.
 
+    The biases of a frozen router stay as they are.
+
     data    the ranks with the same routers and different tokens, which all call this
     counts  whether the step counts: a bool scalar on the device. If False, its load is discarded
     """
     loads = all_reduce(torch.stack([router.load for router in routers]), data)
     for router, load in zip(routers, loads, strict=True):
-        if router.expert_bias is not None:
+        if router.expert_bias is not None and router.weight.requires_grad:
             step = (load.mean() - load).sign() * router.config.moe_router_bias_update_rate
             router.expert_bias += torch.where(counts, step, 0.0)
         if router.last_load is not None:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
+from megatron.errors import ConfigError
 from megatron.kernels.choose import fuses_activation
 from megatron.kernels.cost import recomputed
 from megatron.kernels.host_copy import HostCopy
@@ -61,6 +62,11 @@ class _ExpertWeights(nn.Module):
         bias: bool,
     ) -> None:
         super().__init__()
+        if context.adapter(name) is not None:
+            raise ConfigError(
+                f"--lora-target matches {name}, but experts have no adapters: choose patterns that "
+                "do not match it"
+            )
         self.context = context
         self.tensor = ExpertRegion(context).experts
         self.weight = self._make(f"{name}.weight", experts, shape, dim, fill)

@@ -22,6 +22,7 @@ own rows back.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -392,6 +393,58 @@ def linear(
     return y
 
 
+class Adapter(nn.Module):
+    """Low-rank adapter of a linear layer: f B A x is added to W x (Hu et al., arXiv 2106.09685).
+
+    A [rank, in] begins as in PEFT, with entries of at most 1 / sqrt(in); B [.., out, rank] is zero.
+    The tensor ranks divide the dimension that they divide in W, and all hold the other factor.
+
+    factor       f
+    shape, rows  see ColumnParallelLinear, which has `column`
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        name: str,
+        shape: tuple[int, ...],
+        column: bool,
+        rank: int,
+        factor: float,
+        rows: tuple[Rows | None, Rows | None] = (None, None),
+    ) -> None:
+        super().__init__()
+        self.column = column
+        self.factor = factor
+        make = context.parameters.create
+        of_all: dict[str, Any] = {"dim": None, "partial_gradient": context.gives_terms}
+        of_a: dict[str, Any] = of_all if column else {"dim": 1}
+        self.a = make(f"{name}.lora_a", (rank, shape[-1]), fill=_of_inputs, **of_a)
+        of_b: dict[str, Any] = {"dim": len(shape) - 2} if column else of_all
+        b = f"{name}.lora_b", (*shape[:-1], rank)
+        self.b = make(*b, fill=constant(0.0), rows=rows[0], **of_b)
+        self.b_shared: nn.Parameter | None = None
+        if rows[1] is not None:
+            self.b_shared = make(*b, fill=constant(0.0), rows=rows[1], **of_b)
+
+    def forward(
+        self, x: Tensor, y: Tensor, context: LayerContext, recompute_input: RecomputeInput
+    ) -> Tensor:
+        """Return y, the layer's product with x, plus the adapter's."""
+        within = context.alone()
+        keeps = not context.gives_terms  # the kind of gradient that a row-parallel layer gives
+        b: Weights = (self.b,) if self.b_shared is None else (self.b, self.b_shared)
+        if self.column:
+            narrow = linear(x, keeps, within, recompute_input, (self.a,))
+            return y + linear(narrow * self.factor, True, context, None, b)
+        narrow = linear(x, False, context, recompute_input, (self.a,))
+        return y + linear(narrow * self.factor, keeps, within, None, b)
+
+
+def _of_inputs(block: Tensor, generator: torch.Generator, shape: tuple[int, ...]) -> None:
+    block.uniform_(-(shape[-1] ** -0.5), shape[-1] ** -0.5, generator=generator)
+
+
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with W split along its output: [s(/tp), b, in] -> [s, b, out/tp].
 
@@ -430,12 +483,17 @@ class ColumnParallelLinear(nn.Module):
                 self.bias_shared = make(
                     f"{name}.bias", shape[:-1], dim, zero, rows=shared, decay=False
                 )
+        adapter = context.adapter(name)
+        split = local, shared
+        self.adapter = adapter and Adapter(context, name, shape, True, *adapter, split)
 
     def apart(
         self, x: Tensor, recompute_input: RecomputeInput = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the product and the bias [out/tp], for a kernel that also adds the bias."""
         y = linear(x, True, self.context, recompute_input, self._weights())
+        if self.adapter is not None:
+            y = self.adapter(x, y, self.context, recompute_input)
         bias = self.bias
         shared = self.bias_shared
         if bias is None or shared is None:
@@ -445,7 +503,8 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, recompute_input: RecomputeInput = None) -> Tensor:
         bias = self.bias
-        if self.bias_shared is None and (bias is None or bias.dim() == 1):
+        plain = self.adapter is None and self.bias_shared is None
+        if plain and (bias is None or bias.dim() == 1):
             return linear(x, True, self.context, recompute_input, self._weights(), bias)
         y, vector = self.apart(x, recompute_input)
         return y if vector is None else y + vector
@@ -481,8 +540,13 @@ class RowParallelLinear(nn.Module):
         self.bias = (
             make(f"{name}.bias", shape[:1], None, constant(0.0), decay=False) if bias else None
         )
+        adapter = context.adapter(name)
+        self.adapter = adapter and Adapter(self.context, name, shape, False, *adapter)
 
     def forward(
         self, x: Tensor, recompute_input: RecomputeInput = None
     ) -> tuple[Tensor, Tensor | None]:
-        return linear(x, False, self.context, recompute_input, (self.weight,)), self.bias
+        y = linear(x, False, self.context, recompute_input, (self.weight,))
+        if self.adapter is not None:
+            y = self.adapter(x, y, self.context, recompute_input)
+        return y, self.bias

@@ -108,10 +108,11 @@ def total_parameters(model: ModelConfig, active: bool = False) -> int:
 def parameters_of(config: Config) -> int:
     """Return the number of parameters of a configuration's model.
 
-    If it has user-defined pieces, the model is built without allocating memory.
+    If it has user-defined pieces or adapters, it is built without allocating memory.
     """
-    if config.pieces.layer is None and config.pieces.model is None:
-        return total_parameters(config.model)
+    model = config.model
+    if config.pieces.layer is None and config.pieces.model is None and model.lora_rank is None:
+        return total_parameters(model)
     from megatron.model.gpt import global_shapes
 
     return sum(math.prod(shape) for shape in global_shapes(config).values())

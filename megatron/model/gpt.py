@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import Config
+from megatron.config.model import ADAPTERS, ModelConfig, matches
 from megatron.data.sampler import MicroBatch
+from megatron.errors import ConfigError
 from megatron.kernels.choose import choose_fusions
 from megatron.kernels.library import recompute_later
 from megatron.kernels.ops.elementwise import keyed_dropout
@@ -304,6 +307,7 @@ def layer_context(
         overlap=config.parallel.async_tensor_model_parallel_allreduce,
         chunks=config.parallel.tp_comm_overlap_chunks if config.parallel.tp_comm_overlap else 1,
         fusions=choose_fusions(config.kernels, topology.device, config.precision.dtype_name),
+        adapter=model.adapter,
         experts=None
         if model.num_experts is None
         else Experts(
@@ -335,7 +339,43 @@ def build_chunks(
         chunks[str(stage)] = make(
             config, context, stage, layers[stage], last=stage == stages - 1, tied_weight=shared
         )
+        freeze(config.model, chunks[str(stage)])
     return nn.ModuleDict(chunks)
+
+
+def freeze(model: ModelConfig, chunk: nn.Module) -> None:
+    """Freeze the parameters of a chunk that do not train (ModelConfig.trains)."""
+    for p in chunk.parameters() if model.trains_in_part else ():
+        if not model.trains(sharding_of(p).name):
+            p.requires_grad_(False)
+
+
+def check_patterns(config: Config) -> list[str]:
+    """Return the names of the model's parameters; allocates no memory.
+
+    Raises ConfigError for a pattern of --freeze that matches no parameter, or of --lora-target that
+    matches no linear layer.
+    """
+    names = list(global_shapes(config))
+    model = config.model
+    for flag, patterns, known, what in (
+        ("--freeze", model.freeze, names, "parameter"),
+        (
+            "--lora-target",
+            model.lora_target if model.lora_rank else (),
+            [n.rpartition(".")[0] for n in names if n.endswith(ADAPTERS)],
+            "linear layer",
+        ),
+    ):
+        for pattern in patterns:
+            if not any(matches(pattern, name) for name in known):
+                parts = {".".join(n.split(".")[:end]) for n in names for end in range(1, 9)}
+                near = difflib.get_close_matches(pattern, sorted(parts), 3, 0.0)
+                raise ConfigError(
+                    f"{flag} {pattern} matches no {what}: names in the model like it are "
+                    f"{', '.join(near)}"
+                )
+    return names
 
 
 def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:

@@ -65,6 +65,8 @@ class Sharding:
     experts          whether expert-parallel ranks hold different slices of dimension 0; then the
                      ranks that divide each expert take the place of the tensor ranks above
                      (Topology.tensor_of)
+    frozen           in ZeRO's plan: whether it does not train. Parameters themselves have
+                     requires_grad
     """
 
     name: str
@@ -80,6 +82,7 @@ class Sharding:
     base_shape: tuple[int, ...] | None = None
     fp32: bool = False
     experts: bool = False
+    frozen: bool = False
 
     @property
     def elements(self) -> int:

@@ -27,7 +27,7 @@ from megatron.engine.optimizer import build_optimizer, unique_parameters
 from megatron.engine.optimizer_state import group_keys
 from megatron.kernels.cost import Attention, Computation, Memory, Product, Scope, followed
 from megatron.kernels.operators import WORK
-from megatron.model.gpt import GPTChunk, hidden_state, layer_context
+from megatron.model.gpt import GPTChunk, freeze, hidden_state, layer_context
 from megatron.parallel.gradient_accumulator import GradientAccumulator
 from megatron.parallel.layout import Layout, LayoutSizes
 from megatron.parallel.sharding import Sharding, sharding_of
@@ -321,6 +321,7 @@ class _Piece:
         context = layer_context(config, topology, perform_initialization=False)
         make: Any = config.pieces.model or GPTChunk
         chunk = make(config, context, 0 if first else 1, range(kind == "layer"), last=last)
+        freeze(config.model, chunk)
         self.config = config
         self.device = topology.device
         self.recorder = recorder
@@ -400,7 +401,7 @@ class _Piece:
             s = sharding_of(p)
             partial = self.config.parallel.tensor_model_parallel_size > 1 and s.dim is None
             partial = s.copies > 1 or (partial and self.terms.partial(p, p.requires_grad))
-            records.append(replace(s, partial_gradient=partial))
+            records.append(replace(s, partial_gradient=partial, frozen=not p.requires_grad))
         return tuple(records)
 
 

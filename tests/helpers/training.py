@@ -413,7 +413,7 @@ def train_plainly(
     takes_full = getattr(config.pieces.optimizer, "full_parameters", None)
     unsharded = Unsharded()
     groups = []
-    for p in model.parameters():
+    for p in filter(lambda p: p.requires_grad, model.parameters()):
         s = sharding_of(p)
         full = takes_full is not None and takes_full(s.name, s.global_shape)
         unsharded.names += [s.name] * full
@@ -457,7 +457,7 @@ def train_plainly(
             clip_plainly(model, o)
         optimizer.zero_grad()
         for router in routers:
-            if router.expert_bias is not None:
+            if router.expert_bias is not None and router.weight.requires_grad:
                 rate = config.model.moe_router_bias_update_rate
                 router.expert_bias += rate * torch.sign(router.load.mean() - router.load)
             if router.last_load is not None:

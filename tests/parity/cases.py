@@ -27,6 +27,8 @@ CHEAP = dict(recompute_granularity="selective", recompute_modules=("mlp_act", "l
 NONE = {}
 FROZEN = dict(pieces=frozen.__file__)
 OWN_LOSS = dict(pieces=own_loss.__file__)
+FREEZE = dict(freeze=("embedding", "layers.0", "layers.[12].mlp.*4h_to_h", "*.bias"))
+LORA = dict(lora_rank=3, lora_alpha=4.0, lora_target=("self_attention", "dense_*"))
 
 
 def layout(
@@ -106,6 +108,9 @@ GRID += [
     layout(tp=2, pp=2, sp=True, clip_grad_by_kind=("embedding=0.05", "vector=0.02")),
     layout(tp=2, dp=2, zero=3, **FROZEN),
     layout(dp=4, zero=2, recompute=SELECTIVE, bf16=True, **FROZEN),
+    layout(tp=2, dp=2, sp=True, zero=3, recompute=FULL, **FREEZE),
+    layout(tp=2, pp=2, schedule="zb-h1", **FREEZE),
+    layout(tp=2, dp=2, zero=3, **LORA),
 ]
 
 LLAMA = dict(
@@ -263,6 +268,7 @@ SWITCH = dict(
     moe_layer_freq=(0, 1, 0, 1),
     moe_aux_loss_coeff=(0.1,),
 )
+SHARED_LORA = {**LORA, "lora_target": ("self_attention", "shared_experts"), "freeze": ("layers.0",)}
 MOE = dict(recompute_granularity="selective", recompute_modules=("core_attn", "moe"))
 MOE_ACT = dict(recompute_granularity="selective", recompute_modules=("layernorm", "moe_act"))
 
@@ -363,6 +369,8 @@ TOGETHER = [
     layout(pp=4, schedule="zb-h1", num_layers=6, pipeline_layout="2,1,2,1", global_batch_size=3),
     layout(pp=2, dp=2, zero=2, schedule="v-half", pipeline_layout="1,2,1,1", num_layers=5, **LLAMA),
     layout(pp=2, dp=2, zero=2, schedule="interleaved", pieces=late_weights.__file__),
+    layout(tp=2, pp=2, sp=True, **FREEZE),
+    layout(tp=2, pp=2, sp=True, recompute=SELECTIVE, steps=3, **LORA, **{**LLAMA, **MULTI_QUERY}),
     layout(cp=2, recompute=SELECTIVE, packed=True, micro_batch_size=2, **DOCUMENTS, **LLAMA),
     layout(cp=4, **BOTH, **FAMILIES["qwen3"], reset_attention_mask=True, softmax_type="learnable"),
     # The components of gpt-1t-frontier, with a different rank order.
@@ -485,6 +493,16 @@ CAMPAIGN = [
     *GRID,
     *LOSSES,
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=FULL, **FROZEN),
+    layout(pp=4, cpu_offload=True, **FREEZE, **MUON),
+    layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", **{**LION, **LORA}),
+    layout(tp=4, sp=True, recompute=CHEAP, **LORA, **{**LLAMA, **MULTI_QUERY}),
+    layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=FULL, **LORA),
+    layout(tp=2, dp=2, zero=2, fused=True, **LORA, **FAMILIES["gptj"], **BF16),
+    layout(tp=2, sp=True, fused=True, **CHUNKS, **LORA, **FAMILIES["neox"]),
+    layout(cp=2, dp=2, zero=0, **LORA, **LLAMA),
+    folded(2, tp=2, sp=True, **SHARED_LORA, **BIASED),
+    folded(1, 2, tp=4, dp=2, zero=2, **SHARED_LORA, **BIASED),
+    experts(2, pp=2, dp=2, **FREEZE, **BIASED),
     layout(pp=2, num_layers=7),
     layout(tp=2, pp=2, schedule="zb-h1", recompute=FULL, **UNFUSED, **WINDOW, **CAP, **MULTI_QUERY),
     layout(tp=4, sp=True, fused=True, **BLOCKED, **CAP, **DROPOUT, num_key_value_heads=2),

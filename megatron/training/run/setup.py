@@ -31,7 +31,7 @@ from megatron.data.tokenizer import LimitedTokenizer, Tokenizer, build_tokenizer
 from megatron.engine.engine import Engine, build_executor
 from megatron.errors import ConfigError, DataError, LaunchError, LostRankError, MegatronError
 from megatron.model import formulas
-from megatron.model.gpt import build_chunks, layer_context
+from megatron.model.gpt import build_chunks, check_patterns, layer_context
 from megatron.model.stages import stage_owners
 from megatron.parallel import collectives
 from megatron.parallel.collectives import use_groups
@@ -365,19 +365,22 @@ def build_model(
     # On a CPU, permanent buffers are kept outside the heap that the steps use.
     tuned = topology.device.type == "cpu" and config.training.allocator_tuning
     mapped = mapped_blocks() if tuned else contextlib.nullcontext()
+    if config.model.trains_in_part:
+        check_patterns(config)
     with mapped, reporter.console.doing("building the model and the engine"):
         late = config.engine.zero_stage == 3
         chunks = build_chunks(config, topology, layer_context(config, topology, late=late))
         engine = Engine(config, topology, chunks)
     chunks.train()
     if frozen := engine.frozen_parameters():
-        if frozen == formulas.parameters_of(config):
+        total = formulas.parameters_of(config)
+        if frozen == total:
             raise ConfigError(
                 f"all {frozen:,} parameters of the model are frozen: train at least one of them"
             )
         reporter.say(
-            f" > {frozen:,} of {formulas.parameters_of(config):,} parameters are frozen: they are "
-            "saved like the others, without optimizer state"
+            f" > {total - frozen:,} of {total:,} parameters are trainable; the {frozen:,} frozen ones "
+            "are saved like the others, without optimizer state"
         )
     return chunks, engine
 
