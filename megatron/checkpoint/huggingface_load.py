@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from megatron.checkpoint.tensors import KEPT, MASTER, LocalShards, clear_padding
 from megatron.checkpoint.upcycle import dense, from_dense, scale_outputs
 from megatron.checkpoint.writer import Alive, nothing
 from megatron.config import Config
-from megatron.config.model import ModelConfig
+from megatron.config.model import ADAPTERS, ModelConfig, may_be_missing
 from megatron.engine.engine import Engine
 from megatron.engine.optimizer import Index
 from megatron.errors import CheckpointError
@@ -153,10 +153,13 @@ def open_tensors(path: Path) -> Any:
         ) from error
 
 
-def find_tensors(folder: Path, family: Family, shapes: Shapes) -> TensorLocations:
+def find_tensors(
+    folder: Path, family: Family, shapes: Shapes, optional: Collection[str] = ()
+) -> TensorLocations:
     """Return the location of each tensor of a model, from the headers of all files.
 
-    shapes   shapes of the model's tensors, by their names in transformers
+    shapes    shapes of the model's tensors, by their names in transformers
+    optional  tensors that may be missing
 
     Raises CheckpointError for files that are missing or damaged, for tensors that are missing,
     unknown, stored twice, or of another shape or type, and for a tied output layer that is stored
@@ -189,7 +192,7 @@ def find_tensors(folder: Path, family: Family, shapes: Shapes) -> TensorLocation
             elif dtype not in DTYPES:
                 wrong.append(f"{key} is of type {dtype} in {file}, not one of {', '.join(DTYPES)}")
             locations[name] = (file, key)
-    missing = [name for name in shapes if name not in locations]
+    missing = [name for name in shapes if name not in locations and name not in optional]
     lists = (("it has no", missing), ("it also has", unknown))
     wrong += [f"{what} {named(names)}" for what, names in lists if names]
     if wrong:
@@ -319,38 +322,54 @@ def fill_shards(
     topology: Topology,
     config: Config,
     alive: Alive = nothing,
-) -> None:
+) -> list[str]:
     """Fill the views of `tensors` (megatron.checkpoint.tensors), by name, from a folder.
 
-    Tensors of kind KEPT, which a Hugging Face model does not have, stay as they are. All ranks call
-    it; `alive` is called after every tensor that is filled. Raises CheckpointError on every rank if
+    Tensors of kind KEPT, which a Hugging Face model does not have, stay as they are, and so do
+    parameters that it may lack (may_be_missing); return the names of those that it lacks. All ranks
+    call it; `alive` is called after every tensor that is filled. Raises CheckpointError on every rank if
     the model differs, or if a file or tensor is missing or damaged; views filled before keep their
     new values.
     """
 
-    def describe() -> tuple[str, TensorLocations]:
+    def describe() -> tuple[str, TensorLocations, list[str]]:
         kind, hf_model = read_model(folder)
         check_architecture({"model": plain(hf_model)}, config, str(folder / CONFIG))
-        expected = tensors_of(FAMILIES[kind], config.model, global_shapes(config))
-        return kind, find_tensors(folder, FAMILIES[kind], expected)
+        shapes = global_shapes(config)
+        theirs = {
+            name: tensors_of(FAMILIES[kind], config.model, {name: shape})
+            for name, shape in shapes.items()
+            if not name.endswith(ADAPTERS)
+        }
+        expected = {n: shape for of_one in theirs.values() for n, shape in of_one.items()}
+        patterns = config.checkpoint.load_missing
+        optional = {n for name in theirs if may_be_missing(name, patterns) for n in theirs[name]}
+        locations = find_tensors(folder, FAMILIES[kind], expected, optional)
+        lacks = [
+            name for name in shapes if not theirs.get(name, {"": ()}).keys() <= locations.keys()
+        ]
+        return kind, locations, lacks
 
-    kind, locations = decided_by_first(topology, describe)
+    kind, locations, fresh = decided_by_first(topology, describe)
     with errors_on_all_ranks(topology, f"reading {folder}"):
         read = SafetensorsReader(folder, locations)
         for key, shards in tensors:
-            if key.startswith(f"{KEPT}."):
-                continue
             name = key.removeprefix(f"{MASTER}.")
+            if key.startswith(f"{KEPT}.") or name in fresh:
+                continue
             matrix = matrix_of(FAMILIES[kind], config.model, name, shards.shape)
             for offset, view in shards.views.items():
                 read.fill(view.detach(), offset, matrix)
             alive()
+    return fresh
 
 
 def load_engine(
     folder: Path, engine: Engine, topology: Topology, config: Config, alive: Alive = nothing
-) -> None:
+) -> list[str]:
     """Load the weights in a Hugging Face folder into an engine of any layout and precision.
+
+    Return the names of parameters that it lacks, which start anew.
 
     The optimizer's moments are unchanged; an average of the weights begins with the loaded ones. A
     dense model fills the experts if moe_use_upcycling is set. All ranks call it. Raises the errors
@@ -362,9 +381,10 @@ def load_engine(
     if model.moe_use_upcycling and decided_by_first(
         topology, lambda: read_model(folder)[1].num_experts is None
     ):
-        fill_shards(folder, from_dense(tensors, model), topology, dense(config), alive)
+        fresh = fill_shards(folder, from_dense(tensors, model), topology, dense(config), alive)
         scale_outputs(tensors, model)
     else:
-        fill_shards(folder, tensors.items(), topology, config, alive)
+        fresh = fill_shards(folder, tensors.items(), topology, config, alive)
     engine.update_working_weights()
     engine.start_average()
+    return fresh

@@ -55,6 +55,7 @@ from megatron.checkpoint.tensors import (
 from megatron.checkpoint.upcycle import dense, dense_name, from_dense, scale_outputs
 from megatron.checkpoint.writer import Alive, nothing
 from megatron.config import Config
+from megatron.config.model import may_be_missing
 from megatron.engine.engine import Engine
 from megatron.engine.optimizer import unique_parameters
 from megatron.engine.optimizer_state import AVERAGE
@@ -119,9 +120,11 @@ def load(
     optimizer = not (settings.no_load_optim or settings.finetune)
     averaged = upcycled = False
     dropped: list[str] = []
+    fresh: list[str] = []
+    may_lack = partial(may_be_missing, patterns=settings.load_missing)
 
     def attempt(checkpoint: Checkpoint) -> None:
-        nonlocal averaged, dropped, optimizer, upcycled
+        nonlocal averaged, dropped, fresh, optimizer, upcycled
         where = str(checkpoint.folder)
         stored = checkpoint.config.get("model", {})
         upcycled = config.model.moe_use_upcycling and stored.get("num_experts") is None
@@ -144,10 +147,19 @@ def load(
         tensors = tensors_to_load(engine, optimizer, averaged)
         if upcycled:
             pairs = from_dense(tensors, config.model)
-            _read(checkpoint, pairs, engine.chunks, topology, alive, dense_name)
+            _, fresh = _read(
+                checkpoint, pairs, engine.chunks, topology, alive, dense_name, may_lack
+            )
             scale_outputs(tensors, config.model)
         else:
-            dropped = _read(checkpoint, list(tensors.items()), engine.chunks, topology, alive)
+            dropped, fresh = _read(
+                checkpoint,
+                list(tensors.items()),
+                engine.chunks,
+                topology,
+                alive,
+                may_lack=may_lack,
+            )
         if optimizer:
             try:
                 engine.load_scalars(checkpoint.state["engine"])
@@ -167,6 +179,8 @@ def load(
         notes.append(f"{what} in {loaded.folder} is dropped: pass --ema-decay to continue it")
     elif not averaged and config.optimizer.ema_decay is not None:
         notes.append(f"{what} begins with the weights of {loaded.folder}")
+    if fresh:
+        notes.append(starts_anew(fresh, loaded.folder))
     if optimizer and dropped:
         notes.append(
             f"the optimizer's state of {len(dropped)} parameters in {loaded.folder} is dropped, "
@@ -176,6 +190,11 @@ def load(
     if settings.finetune or upcycled:
         return replace(loaded, iteration=0, state={}, dense=upcycled)
     return replace(loaded, optimizer=optimizer)
+
+
+def starts_anew(names: Sequence[str], folder: Path) -> str:
+    """Return a note about parameters that a loaded model lacks."""
+    return f"{len(names)} parameters, which {folder} lacks, start anew: {named(list(names))}"
 
 
 def load_weights(
@@ -290,13 +309,15 @@ def _read(
     topology: Topology,
     alive: Alive,
     source: Callable[[str], str | None] = lambda name: name,
-) -> list[str]:
+    may_lack: Callable[[str], bool] = lambda name: False,
+) -> tuple[list[str], list[str]]:
     """Fill `tensors`, by name, on all ranks; each rank reads only the shards it needs.
 
-    Return on rank 0 the names of frozen parameters for which the checkpoint has optimizer state;
-    other ranks get [].
+    Return on rank 0 the names of frozen parameters for which the checkpoint has optimizer state,
+    and of parameters that it lacks; other ranks get ([], []).
 
-    source   maps a parameter's name to its name in the checkpoint; to None if it has none there
+    source    maps a parameter's name to its name in the checkpoint; to None if it has none there
+    may_lack  tells whether the checkpoint may lack a parameter, which then stays as it is
 
     Raises on every rank _Damage, or CheckpointError if the tensors do not fit the model.
     """
@@ -318,16 +339,22 @@ def _read(
         for name, shards in tensors:
             stored_shape = stored[name]["shape"] if name in stored else "missing"
             kind, _, parameter = name.partition(".")
-            if stored_shape == "missing" and kind != MASTER and f"{MASTER}.{parameter}" in stored:
+            lacks = f"{MASTER}.{parameter}" not in stored and may_lack(parameter)
+            if (
+                stored_shape == "missing"
+                and kind != MASTER
+                and (lacks or f"{MASTER}.{parameter}" in stored)
+            ):
                 stateless[parameter] = None
-            elif stored_shape != shards.shape:
+            elif not lacks and stored_shape != shards.shape:
                 problems.append(
                     f"{name} is {stored_shape} in the checkpoint and {shards.shape} here"
                 )
         if stateless:
             problems.append(
-                f"it has no optimizer state for {named(list(stateless))}, frozen there or trained "
-                "by another optimizer: --no-load-optim loads the weights alone"
+                f"it has no optimizer state for {named(list(stateless))}, which were frozen, missing "
+                "or trained by another optimizer: --no-load-optim and --finetune load the weights "
+                "alone"
             )
         if topology.world.is_first:
             weights = {name for name in names if name.partition(".")[0] == MASTER}
@@ -339,10 +366,12 @@ def _read(
                 "architecture is not loaded in part: see --use-checkpoint-args"
             )
     with errors_on_all_ranks(topology, f"reading {folder}", _Damage):
-        _fill(tensors, folder, stored, alive)
+        _fill([(n, t) for n, t in tensors if n in stored], folder, stored, alive)
     kinds_and_names = (name.partition(".")[::2] for name in names)
     of_optimizer = {name for kind, name in kinds_and_names if kind not in (MASTER, KEPT, AVERAGE)}
-    return sorted(name for name in of_optimizer if not trains.get(name, True))
+    dropped = sorted(name for name in of_optimizer if not trains.get(name, True))
+    needed = trains if topology.world.is_first else {}
+    return dropped, [n for n in needed if n and f"{MASTER}.{n}" not in names]
 
 
 def _fill(

@@ -49,6 +49,11 @@ EXPERTS = [name for name in ARCHITECTURE if name.startswith(("num_experts", "moe
 
 # Settings beyond the architecture that --use-checkpoint-args takes, as in Megatron-LM.
 _LORA = ("lora_rank", "lora_alpha", "lora_target")
+# Settings that add parameters, and may differ if --load-missing names these.
+_ADDITIONS = frozenset(
+    "qk_layernorm add_qkv_bias embedding_layernorm untie_embeddings_and_output_weights "
+    "mtp_num_layers".split()
+)
 _INHERITED = (
     *("seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout"),
     *_LORA,
@@ -84,6 +89,8 @@ def settings_to_take(
     if explicit.get("moe_use_upcycling") and fixed.get("num_experts") is None:
         fixed = {name: value for name, value in fixed.items() if name not in EXPERTS}
     defaults = {name: model[name] for name in _INHERITED if name in model}
+    if explicit.get("load_missing"):
+        defaults |= {name: fixed.pop(name) for name in _ADDITIONS & fixed.keys()}
     if model.get("position_embedding_type") == "learned_absolute":
         fixed["max_position_embeddings"] = defaults.pop("max_position_embeddings", None)
     files = "vocab_file" in explicit and "merge_file" in explicit
@@ -129,8 +136,8 @@ def plain(value: object) -> Any:
 def check_architecture(stored: dict[str, Any], config: Config, where: str) -> None:
     """Raise CheckpointError listing every architecture flag that differs from the checkpoint's.
 
-    A checkpoint that is older than a flag is taken to have the flag's default. Adapters may be added
-    to a model without them.
+    A checkpoint that is older than a flag is taken to have the flag's default. Adapters, and what
+    --load-missing names, may be added to a model without them.
     """
     saved = stored.get("model", {})
     current = plain(config.model)
@@ -139,6 +146,8 @@ def check_architecture(stored: dict[str, Any], config: Config, where: str) -> No
         fields.append("max_position_embeddings")
     if saved.get("lora_rank") is not None:
         fields += _LORA
+    if config.checkpoint.load_missing:
+        fields = [name for name in fields if name not in _ADDITIONS]
     defaults = {option.name: plain(option.default) for option in options_of(ModelConfig)}
     different = [
         f"--{name.replace('_', '-')} is {saved_value!r} in the checkpoint and {current[name]!r} here"

@@ -327,6 +327,13 @@ class CheckpointConfig:
         flags="--load-tag --load-iteration",
         one_start=True,
     )
+    load_missing: tuple[str, ...] = option(
+        (),
+        "Parameters that the model of --load may lack, as patterns of their names (see --freeze): "
+        "they start anew. LoRA's adapters always may be missing.",
+        metavar="PATTERN ...",
+        one_start=True,
+    )
     no_load_optim: bool = option(False, "Do not load the optimizer state.", one_start=True)
     no_load_rng: bool = option(
         False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -47,6 +48,11 @@ def matches(pattern: str, name: str) -> bool:
     globs = pattern.split(".")
     starts = range(len(parts) - len(globs) + 1)
     return any(all(map(fnmatchcase, parts[at:], globs)) for at in starts)
+
+
+def may_be_missing(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a model to load may lack a parameter, given the patterns of --load-missing."""
+    return name.endswith(ADAPTERS) or any(matches(pattern, name) for pattern in patterns)
 
 
 class LayerKind(NamedTuple):

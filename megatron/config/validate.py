@@ -46,7 +46,7 @@ NEEDED = """
     save_hf  save_hf_ema
     save  save_interval_minutes async_save keep_last requeue
     load  finetune reset_iteration load_tag use_checkpoint_args exit_on_missing_checkpoint
-    load  moe_use_upcycling
+    load  moe_use_upcycling load_missing
     keep_last  keep_every
     bf16=true  main_grads_dtype
     recompute_granularity=full  recompute_method

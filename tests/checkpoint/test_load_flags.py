@@ -38,6 +38,19 @@ RUNS = {
     "no optim": ("5 --no-load-optim", (5, 1, 4)),
     "reset": ("1 --reset-iteration", (1, 5, 4)),
     "finetune": ("1 --finetune", (1, 1, 4)),
+    "freeze": ("5 --freeze embedding layers.0.mlp", (5, 5, 4)),
+    "lora": ("1 --finetune --lora-rank 2", (1, 1, 4)),
+    "lora, args": ("5 --no-load-optim --use-checkpoint-args --lora-rank 2", (5, 1, 4)),
+    "lora, optim": ("5 --lora-rank 2", "layers.0.self_attention.dense.lora_a | --finetune"),
+    "more": ("1 --finetune --qk-layernorm --load-missing ?_layernorm", (1, 1, 4)),
+    "more, args": (
+        "5 --no-load-optim --use-checkpoint-args --qk-layernorm --load-missing *.[qk]_layernorm",
+        (5, 1, 4),
+    ),
+    "more, not named": (
+        "1 --finetune --qk-layernorm --load-missing k_layernorm",
+        "q_layernorm.weight | layers.1",
+    ),
     "args": ("5 --use-checkpoint-args", (5, 5, 4)),
     "benchmark": (
         "5 --moe-router-force-load-balancing",
@@ -137,7 +150,12 @@ def test_what_is_loaded(root, ended):
         assert state["iteration"] == state["state"]["iteration"] == iteration, name
         assert state["state"]["consumed_samples"] == 4 * iteration, name
         assert state["engine"]["optimizer_step"] == steps, name
-        assert_same(weights(folder), weights(root / "base" / f"iter_{loaded:07d}"))
+        before = weights(root / "base" / f"iter_{loaded:07d}")
+        after = weights(folder)
+        new = {n: after.pop(n) for n in list(after) if n not in before}
+        assert len(new) == (8 if name.startswith(("lora", "more")) else 0), name
+        assert all((x.abs().max() > 1e-9) == n.endswith(("a", "weight")) for n, x in new.items())
+        assert_same(after, before)
     # The checkpoint's settings are kept in the next one.
     stored = json.loads((find_folder(root / "args") / "config.json").read_text())["model"]
     assert (stored["hidden_size"], stored["num_layers"]) == (16, 2)

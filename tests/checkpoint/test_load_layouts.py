@@ -98,6 +98,7 @@ WRITTEN = {
     "experts, zero 3": (EXPERTS, "halves ep2 host"),
     "frozen": (TIED | WORDS["ema"], "pp2"),
     "fp16": (TIED, "pp2 fp16 zb zero0"),
+    "adapters": (MULTI_QUERY | dict(lora_rank=2, freeze=("layers.0",)), "tp4"),
 }
 # Written checkpoint -> layout on 4 ranks, or that of one.
 SOME = """
@@ -110,6 +111,7 @@ experts, zero 3 -> tp2 sp ep4 etp1
 experts, folded -> ep2 etp2 halves
 frozen -> zero3 tp2
 fp16 -> zero2 fp16 scale
+adapters -> zero3 tp2
 """
 OTHERS = """
 split -> zero0 bf16
@@ -148,6 +150,7 @@ tied -> tp4
 fp16 -> pp2 v fp16 tp2
 fp16 -> pp2 tp2 sp
 fp16 -> tp2 bf16
+adapters -> tp2 pp2 sp
 """
 ALONE = [f"{name} -> {words}" for name in WRITTEN for words in ("one", "one zero0 fp16")]
 
