@@ -85,7 +85,7 @@ def test_refused_flags_are_accepted_where_their_value_leaves_the_feature_off():
                 assert notice.startswith(f"{spelling} {word} "), notice
                 counted += 1
         assert flag.reason in problem_of([spelling, *VALUES[flag.values]])
-    assert counted > 800
+    assert counted > 700
 
 
 def test_what_takes_no_value_takes_none():
