@@ -51,7 +51,7 @@ class Family:
     settings       settings that all models of the family share, by our names
     fields         our settings, and the fields of config.json with the same value
     modules        our modules, and the Hugging Face modules for each; {} is the layer number. Each
-                   has a weight, a bias, or both
+                   has a weight, a bias, or both. Or one of our tensors, and the name of theirs
     rules          conversions of settings that have no single field with the same value
     absent         default values of the fields that config.json may omit
     only           fields that would change the model, each with its only supported value
@@ -88,11 +88,13 @@ class Family:
         head, _, rest = module.partition(".")
         number, _, name_in_layer = rest.partition(".")
         known = f"layers.{{}}.{name_in_layer}" if head == "layers" else module
-        if known not in self.modules:
+        tensor = f"{known}.{kind}"
+        ending = "" if tensor in self.modules else f".{kind}"
+        entry = self.modules.get(tensor) or self.modules.get(known)
+        if entry is None:
             raise CheckpointError(f"{self.architecture} has no parameter like {parameter}")
-        entry = self.modules[known]
         return entry, tuple(
-            f"{name.format(number, expert)}.{kind}"
+            name.format(number, expert) + ending
             for expert in range(experts if entry.by_expert else 1)
             for name in entry.modules
         )
