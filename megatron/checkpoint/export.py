@@ -86,7 +86,8 @@ def _effective(model: ModelConfig) -> Values:
         for kind in kinds
     ]
     settings["softmax_scale"] = model.softmax_scale or 1.0 / math.sqrt(model.kv_channels)
-    settings["embedding_scale"] = model.embedding_scale or 1.0
+    for name in ("embedding_scale", "residual_multiplier", "logits_scaling"):
+        settings[name] = settings[name] or 1.0
     if model.position_embedding_type == "learned_absolute":
         settings["max_position_embeddings"] = model.max_position_embeddings
     # Settings of features that a model lacks have their defaults (NEEDED in config/validate.py),

@@ -206,8 +206,31 @@ _MEGATRONS = """
     """
 _EXPERTS_ALONE = _GROUPED | {"moe_ffn_hidden_size": "intermediate_size"}
 _EXPERTS_TOO = _GROUPED | {"moe_ffn_hidden_size": "moe_intermediate_size"}
+_GEMMA = {"apply_layernorm_1p": True, "swiglu": False, "geglu": True, "norm_position": "both"}
+_GEMMA_USUAL = {
+    **_NO_BIAS,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+}
+_GEMMA_ONLY = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None}
+_GEMMA_MODULES = (
+    _LLAMA_MODULES
+    | _NORMS_AFTER
+    | _modules(_LAYER, ".post_attention_layernorm .pre_feedforward_layernorm")
+)
+_CAPPED = _GROUPED | pairs(
+    "attention_logit_softcapping=attn_logit_softcapping "
+    "final_logit_softcapping=final_logit_softcapping"
+)
 _SPARSE = {"mlp_only_layers": None, "decoder_sparse_step": 1, "norm_topk_prob": False}
 _EXPERTS = {"num_experts": "num_local_experts"}
+
+
+_PLAIN_ROPE = rules.rope()
 
 
 def _llama(
@@ -219,6 +242,7 @@ def _llama(
     fields: Mapping[str, str] = _GROUPED,
     only: Fields = _SILU,
     older: Mapping[str, str] = MappingProxyType({}),
+    rope: Rule = _PLAIN_ROPE,
 ) -> Family:
     """Return a family that is similar to Llama.
 
@@ -230,7 +254,7 @@ def _llama(
         {**_GATED, **settings},
         {**fields, "kv_channels": "head_dim"},
         modules,
-        (rules.TIED, rules.rope(), *rest),
+        (rules.TIED, rope, *rest),
         {**_USUAL, **absent},
         only,
         older,
@@ -244,8 +268,7 @@ FAMILIES: Mapping[str, Family] = {
         pairs(
             "num_layers=n_layer hidden_size=n_embd ffn_hidden_size=n_inner "
             "num_attention_heads=n_head vocab_size=vocab_size max_position_embeddings=n_positions "
-            "layernorm_epsilon=layer_norm_epsilon attention_dropout=attn_pdrop "
-            "hidden_dropout=resid_pdrop"
+            "layernorm_epsilon=layer_norm_epsilon attention_dropout=attn_pdrop"
         ),
         _modules(
             "transformer.h.{}",
@@ -265,7 +288,7 @@ FAMILIES: Mapping[str, Family] = {
         (
             rules.TIED,
             rules.gelu("activation_function"),
-            Rule(rules.dropout_of_embedding, lambda m: {"embd_pdrop": m.hidden_dropout}),
+            rules.dropout("resid_pdrop", "embd_pdrop"),
         ),
         {
             "n_inner": None,
@@ -396,29 +419,113 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma2": _llama(
         "Gemma2ForCausalLM",
-        {"apply_layernorm_1p": True, "swiglu": False, "geglu": True, "norm_position": "both"},
-        (rules.WINDOW_OF_EVERY_OTHER, rules.SCALES, rules.biases()),
+        _GEMMA,
+        (rules.window_except(2), rules.SCALES, rules.biases()),
+        {**_GEMMA_USUAL, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        _GEMMA_MODULES,
+        _CAPPED,
+        _GEMMA_ONLY,
+        {"hidden_activation": "hidden_act"},
+    ),
+    "gemma3_text": _llama(
+        "Gemma3ForCausalLM",
+        {**_GEMMA, "qk_layernorm": True},
+        (rules.SCALES, rules.biases()),
         {
-            **_NO_BIAS,
+            **_GEMMA_USUAL,
+            "sliding_window_pattern": 6,
+            "_sliding_window_pattern": None,  # what transformers writes, and does not read
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+        _GEMMA_MODULES | _QK_NORMS,
+        _CAPPED,
+        _GEMMA_ONLY,
+        rope=rules.rope_by_window(
+            rules.window_except("sliding_window_pattern"), "rope_local_base_freq"
+        ),
+    ),
+    "olmo3": _llama(
+        "Olmo3ForCausalLM",
+        {"qk_layernorm": True, "qk_layernorm_over": "all", "norm_position": "post"},
+        (rules.biases(),),
+        {**_NO_BIAS, "sliding_window": 4096, "layer_types": None, "rope_theta": 5e5},
+        _LLAMA_MODULES | _QK_NORMS | _NORMS_AFTER,
+        rope=rules.rope_by_window(rules.window_except(4), 5e5),
+    ),
+    "smollm3": _llama(
+        "SmolLM3ForCausalLM",
+        {},
+        (rules.biases("mlp_bias"), rules.LAYERS_WITHOUT_ROPE),
+        {
+            **_NO_BIASES,
             "num_key_value_heads": 4,
-            "head_dim": 256,
-            "tie_word_embeddings": True,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
+            "rope_theta": 2e6,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
             "layer_types": None,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite": _llama(
+        "GraniteForCausalLM",
+        {},
+        (rules.biases("mlp_bias"), rules.MULTIPLIERS),
+        {
+            **_NO_BIASES,
+            "embedding_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+    ),
+    "phi3": _llama(
+        "Phi3ForCausalLM",
+        {},
+        (rules.WINDOW_OF_ALL, rules.dropout("resid_pdrop", "embd_pdrop")),
+        {
+            "sliding_window": None,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 1.0,
         },
         _LLAMA_MODULES
-        | _NORMS_AFTER
-        | _modules(_LAYER, ".post_attention_layernorm .pre_feedforward_layernorm"),
-        _GROUPED
-        | pairs(
-            "attention_logit_softcapping=attn_logit_softcapping "
-            "final_logit_softcapping=final_logit_softcapping"
+        | _modules(
+            _LAYER,
+            """
+            .self_attention.query_key_value  .self_attn.qkv_proj by_head
+            .mlp.dense_h_to_4h               .mlp.gate_up_proj
+            """,
         ),
-        {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None},
-        {"hidden_activation": "hidden_act"},
+        rope=rules.rope(share="partial_rotary_factor", kinds=("default",)),
+    ),
+    "starcoder2": _llama(
+        "Starcoder2ForCausalLM",
+        {"normalization": "layernorm", "swiglu": False},
+        (
+            rules.WINDOW_OF_ALL,
+            rules.gelu("hidden_act"),
+            rules.dropout("residual_dropout", "embedding_dropout"),
+        ),
+        {
+            "num_key_value_heads": 2,
+            "norm_epsilon": 1e-5,
+            "hidden_act": "gelu_pytorch_tanh",
+            "sliding_window": None,
+            "residual_dropout": 0.0,
+            "embedding_dropout": 0.0,
+            "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+        _LLAMA_MODULES
+        | _modules(_LAYER, ".mlp.dense_h_to_4h .mlp.c_fc\n.mlp.dense_4h_to_h .mlp.c_proj"),
+        _GROUPED | {"layernorm_epsilon": "norm_epsilon", "add_bias_linear": "use_bias"},
+        {},
     ),
     "gpt_neox": Family(
         "GPTNeoXForCausalLM",

@@ -7,7 +7,7 @@ megatron.checkpoint.families refer to them. This module needs no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 from megatron.config.model import ModelConfig
@@ -143,11 +143,12 @@ _ROPE_SCALING: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def rope(base: str = "rope_theta", share: str = "") -> Rule:
+def rope(base: str = "rope_theta", share: str = "", kinds: Container[str] = _ROPE_SCALING) -> Rule:
     """Return the rule for the rotary embedding.
 
     base, share   names of the fields for the base and for the rotated fraction of a head; without
                   `share`, whole heads are rotated
+    kinds         the kinds of scaling that the family has
 
     transformers 5 writes rope_parameters, which holds all values; older versions, whose files
     transformers 5 still reads, write separate fields and rope_scaling. If a value is in several
@@ -173,7 +174,7 @@ def rope(base: str = "rope_theta", share: str = "") -> Rule:
         del rope[base], rope["partial_rotary_factor"]
         if values["rotary_percent"] != 1.0 and not share:
             raise unsupported("partial_rotary_factor", values["rotary_percent"])
-        if kind not in _ROPE_SCALING:
+        if kind not in _ROPE_SCALING or kind not in kinds:
             raise unsupported("rope_type", kind)
         positions = "original_max_position_embeddings"
         if kind == "dynamic":  # transformers does not read the other field
@@ -219,6 +220,47 @@ def rope(base: str = "rope_theta", share: str = "") -> Rule:
     return Rule(read, write)
 
 
+def rope_by_window(windows: Rule, local: str | float) -> Rule:
+    """Return the rule for windows, and for a rotary embedding that is not scaled under a window.
+
+    windows   rule for the windows
+    local     name of the field for the base in layers with a window, in files that have no
+              rope_parameters, or that base if they have no field for it either
+
+    transformers 5 writes rope_parameters with one object for each type of layer.
+    """
+    full = rope()
+
+    def read(fields: Fields) -> Values:
+        objects = fields["rope_parameters"] or {}
+        by_type = [objects.get(kind) or {} for kind in _LAYER_TYPES]
+        if objects.keys() - set(_LAYER_TYPES) or not all(isinstance(one, dict) for one in by_type):
+            raise ValueError(f"rope_parameters is {objects!r:.60}, expected objects by layer type")
+        plain = {**fields, "rope_parameters": None, "rope_scaling": None}
+        base = local if isinstance(local, float) else fields[local]
+        near = full.read({**plain, "rope_parameters": by_type[0], "rope_theta": base})
+        if "rope_scaling" in near:
+            raise unsupported(f"rope_type of {_LAYER_TYPES[0]}", near["rope_scaling"])
+        scaled = {"rope_type": "default"} | by_type[1] | (fields["rope_scaling"] or {})
+        values = full.read({**plain, "rope_parameters": scaled}) | windows.read(fields)
+        if "window_size" in values:
+            values["rotary_local_base"] = near["rotary_base"]
+        return values
+
+    def write(model: ModelConfig) -> Values:
+        fields = full.write(model)
+        types = {"rope_type": "default", "rope_theta": model.rotary_base}
+        base = model.rotary_local_base or model.rotary_base
+        near = {"rope_type": "default", "rope_theta": base}
+        objects = dict(
+            zip(_LAYER_TYPES, (near, types | fields.get("rope_scaling", {})), strict=True)
+        )
+        older = {} if isinstance(local, float) else {local: base}
+        return {**fields, **older, "rope_parameters": objects, **windows.write(model)}
+
+    return Rule(read, write)
+
+
 def windows_of(model: ModelConfig) -> list[int | None]:
     """Return the attention window of each layer, from ModelConfig.window."""
     return [model.window(layer) for layer in range(model.num_layers)]
@@ -241,13 +283,16 @@ def _window(size: object, windowed: list[bool]) -> Values:
     return {"window_size": (size - 1, 0), "window_attn_skip_freq": skip}
 
 
+_LAYER_TYPES = ("sliding_attention", "full_attention")
+
+
 def _layer_types(fields: Fields, usual: Callable[[int], bool]) -> list[bool]:
     """Return which layers have a window, according to layer_types or, if it is null, to `usual`."""
     layers = _layers(fields)
     types = fields["layer_types"]
     if types is None:
         return list(map(usual, layers))
-    kinds = ["sliding_attention", "full_attention"]
+    kinds = _LAYER_TYPES
     if (
         not isinstance(types, list)
         or len(types) != len(layers)
@@ -271,9 +316,7 @@ def _window_size(model: ModelConfig) -> Values:
 
 
 def _windows_by_layer(model: ModelConfig) -> Values:
-    names = [
-        "full_attention" if size is None else "sliding_attention" for size in windows_of(model)
-    ]
+    names = [_LAYER_TYPES[size is None] for size in windows_of(model)]
     return {**_window_size(model), "layer_types": names}
 
 
@@ -307,9 +350,48 @@ def _window_by_layer(windowed: Callable[[int, int], bool]) -> Rule:
 
 WINDOW_OF_LAST = _window_by_layer(lambda layer, most: layer >= most)
 WINDOW_OF_FIRST = _window_by_layer(lambda layer, most: layer % 2 == 0 and layer < most)
-WINDOW_OF_EVERY_OTHER = Rule(
-    lambda f: _window(f["sliding_window"], _layer_types(f, lambda layer: layer % 2 == 0)),
-    _windows_by_layer,
+
+
+def window_except(every: int | str) -> Rule:
+    """Return the rule for a window in all layers but those that layer_types names.
+
+    every   if it is null, every N-th layer has no window: N, or the name of the field with N
+    """
+
+    def read(fields: Fields) -> Values:
+        n = every if isinstance(every, int) else _positive(fields, every, int)
+        return _window(fields["sliding_window"], _layer_types(fields, lambda i: (i + 1) % n != 0))
+
+    return Rule(read, _windows_by_layer)
+
+
+def _layers_without_rope(fields: Fields) -> Values:
+    layers = _layers(fields)
+    turned = fields["no_rope_layers"]  # 1 for layers with RoPE
+    if turned is None:
+        every = _positive(fields, "no_rope_layer_interval", int)
+        turned = [int((layer + 1) % every != 0) for layer in layers]
+    if not isinstance(turned, list) or len(turned) != len(layers) or not set(turned) <= {0, 1}:
+        raise ValueError(f"no_rope_layers is {turned!r:.60}, expected 0 or 1 for each layer")
+    used = flag(fields, "use_sliding_window")
+    size = fields["sliding_window"] if used else None
+    by_rope = _layer_types(
+        {**fields, "sliding_window": size}, lambda layer: size is not None and not turned[layer]
+    )
+    values = _window(size, by_rope)
+    return values if all(turned) else {**values, "no_rope_freq": tuple(1 - t for t in turned)}
+
+
+LAYERS_WITHOUT_ROPE = Rule(  # SmolLM3: windows are in these layers, unless layer_types differs
+    _layers_without_rope,
+    lambda m: {
+        "no_rope_layers": [
+            int(m.layer_kind(layer).position_embedding_type == "rope")
+            for layer in range(m.num_layers)
+        ],
+        "use_sliding_window": any(size is not None for size in windows_of(m)),
+        **_windows_by_layer(m),
+    },
 )
 
 
@@ -445,9 +527,26 @@ LENGTH = Rule(  # positions are neither learned nor scaled: seq_length does not 
 )
 
 
-def dropout_of_embedding(fields: Fields) -> Values:
-    if fields["embd_pdrop"] != fields["resid_pdrop"]:
-        raise ValueError(
-            f"embd_pdrop {fields['embd_pdrop']!r:.60} unequal to resid_pdrop is not supported"
-        )
-    return {}
+def dropout(*names: str) -> Rule:
+    """Return the rule for fields that must be equal, since we have one dropout for all of them."""
+
+    def read(fields: Fields) -> Values:
+        rates = [_number(fields, name) for name in names]
+        if len(set(rates)) > 1:
+            raise ValueError(f"{' and '.join(names)} are {rates}: only equal ones are supported")
+        return {"hidden_dropout": rates[0]}
+
+    return Rule(read, lambda m: dict.fromkeys(names, m.hidden_dropout))
+
+
+_MULTIPLIERS = pairs(
+    "embedding_scale=embedding_multiplier softmax_scale=attention_multiplier "
+    "residual_multiplier=residual_multiplier logits_scaling=logits_scaling"
+)
+MULTIPLIERS = Rule(  # Granite
+    lambda f: {ours: _positive(f, theirs) for ours, theirs in _MULTIPLIERS.items()},
+    lambda m: {
+        theirs: getattr(m, ours) or (m.kv_channels**-0.5 if ours == "softmax_scale" else 1.0)
+        for ours, theirs in _MULTIPLIERS.items()
+    },
+)

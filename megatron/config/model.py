@@ -354,6 +354,15 @@ class ModelConfig:
         FACTOR,
         flags="--embedding-scale --input-embeddings-multiplier",
     )
+    residual_multiplier: float | None = option(
+        None,
+        "Factor applied to the outputs of attention and MLP on the residual stream (Granite).",
+        FACTOR,
+        derived="1",
+    )
+    logits_scaling: float | None = option(
+        None, "Divisor of the output scores (Granite).", FACTOR, derived="1"
+    )
     apply_residual_connection_post_layernorm: bool = option(
         False, "Take the residual connection after the norm instead of before it."
     )
@@ -641,9 +650,11 @@ class ModelConfig:
         """Return the factor for the outputs of attention and MLP on the residual stream.
 
         With muP, it is the depth of the base model divided by that of this model (Dey et al., arXiv
-        2505.01618, table 1, alpha = 1); without muP, it is 1.
+        2505.01618, table 1, alpha = 1); without muP, it is residual_multiplier.
         """
-        return self.mup_base_num_layers / self.num_layers if self.use_mup else 1.0
+        if self.use_mup:
+            return self.mup_base_num_layers / self.num_layers
+        return self.residual_multiplier or 1.0
 
     @property
     def key_value_scale(self) -> float:

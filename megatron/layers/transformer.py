@@ -83,7 +83,7 @@ class TransformerLayer(nn.Module):
 
         self.index = index
         self.dropout = model.hidden_dropout
-        self.scale = model.residual_scale if model.use_mup else None
+        self.scale = model.residual_scale if model.residual_scale != 1.0 else None
         self.fused_dropout = context.fusions.bias_dropout
         self.context = context
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
@@ -187,7 +187,7 @@ class TransformerLayer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return norm(x + bias) and no bias; without a norm, x and bias.
 
-        In muP the results are multiplied by the depth factor.
+        The results are multiplied by the factor of muP or --residual-multiplier.
         """
         if norm is not None:
             x = norm(x if bias is None else x + wide(bias))

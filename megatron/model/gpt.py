@@ -196,10 +196,11 @@ class GPTChunk(nn.Module):
         return scores(x, self._vocabulary(), positions)
 
     def _outputs(self, hidden: Tensor) -> Tensor:
-        """Return the output layer's input, multiplied by muP's factor on the output scores."""
+        """Return the output layer's input, multiplied by the factors on the output scores."""
         x: Tensor = self.final_layernorm(hidden)
-        scale = self.config.model.mup_output_mult
-        return x if scale is None or scale == 1.0 else x * scale
+        model = self.config.model
+        scale = (model.mup_output_mult or 1.0) / (model.logits_scaling or 1.0)
+        return x if scale == 1.0 else x * scale
 
     def _hidden(
         self, batch: MicroBatch, hidden: Tensor | None, cache: KeyValueCache | None = None

@@ -77,6 +77,8 @@ SETTINGS = """
 --yarn-mscale-all-dim 0.5
 --no-yarn-correction-range-round-to-int => yarn_truncate False
 --clip-qkv 8.0
+--residual-multiplier 0.25
+--logits-scaling 8.0
 --attention-bias qkv
 --disable-bias-linear => add_bias_linear False
 --untie-embeddings-and-output-weights

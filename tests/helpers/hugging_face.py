@@ -31,6 +31,7 @@ _OF_KINDS = {
         vocab_size=VOCABULARY, n_embd=32, n_head=4, n_layer=2, n_positions=LENGTH, n_inner=48
     ),
     "gpt_neox": _COMMON,
+    "starcoder2": _COMMON | dict(num_key_value_heads=2),
     "bloom": dict(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
 }
 _CASES = """{
@@ -74,6 +75,20 @@ _CASES = """{
     "neox":
         ["gpt_neox", {"use_parallel_residual": false, "hidden_act": "gelu_fast", "rotary_pct": 0.5}],
     "neox-unbiased": ["gpt_neox", {"attention_bias": false}],
+    "gemma3": ["gemma3_text", {"num_hidden_layers": 4, "head_dim": 14, "sliding_window": 7,
+        "query_pre_attn_scalar": 20, "layer_types": ["sliding_attention", "full_attention",
+        "sliding_attention", "sliding_attention"], "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}}}],
+    "olmo3": ["olmo3", {"num_hidden_layers": 4, "sliding_window": 5, "rope_scaling":
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 12}}],
+    "smollm3": ["smollm3", {"num_hidden_layers": 4, "use_sliding_window": true, "sliding_window": 6,
+        "no_rope_layers": [0, 1, 1, 0], "rope_theta": 700.0}],
+    "granite": ["granite", {"embedding_multiplier": 3.0, "attention_multiplier": 0.2,
+        "residual_multiplier": 0.3, "logits_scaling": 4.0, "attention_bias": true}],
+    "phi3": ["phi3", {"partial_rotary_factor": 0.75, "sliding_window": 7}],
+    "starcoder2": ["starcoder2", {"sliding_window": 9, "norm_epsilon": 1e-4}],
+    "falcon3": ["llama", {"head_dim": 18, "rope_theta": 1000042}],
     "bloom": ["bloom", {}],
     "llama-larger": ["llama", {"vocab_size": 1003, "hidden_size": 256, "num_attention_heads": 8,
         "num_hidden_layers": 4, "intermediate_size": 688, "max_position_embeddings": 64,

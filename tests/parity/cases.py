@@ -155,6 +155,8 @@ FAMILIES = {
         rope_original_positions=5,
         attention_bias="all",
         clip_qkv=0.3,
+        residual_multiplier=0.3,
+        logits_scaling=0.2,
     ),
     "olmo2": dict(LLAMA, norm_position="post", qk_layernorm=True, qk_layernorm_over="all"),
     "gemma2": {

@@ -27,7 +27,9 @@ def ids(model, prompts=PROMPTS, **options):
 @pytest.mark.slow
 # What a token at a later place or a cache can change: positions, windows and experts. The scores of
 # all families are compared in checkpoint/test_huggingface.py.
-@pytest.mark.parametrize("style", ["gpt2", "bloom", "llama-yarn", "mistral", "gemma2", "mixtral"])
+@pytest.mark.parametrize(
+    "style", "gpt2 bloom llama-yarn mistral gemma2 mixtral gemma3 smollm3 granite".split()
+)
 def test_greedy_text_is_that_of_transformers(style, tmp_path):
     """40 tokens after prompts of different lengths in one batch; transformers has one at a time.
 
@@ -41,7 +43,7 @@ def test_greedy_text_is_that_of_transformers(style, tmp_path):
             if p.ndim > 1 and (".h." in name or ".layers." in name):
                 p.mul_(2)
             if name.endswith(("ln_f.weight", "model.norm.weight")):
-                p.normal_(-1.0 if style == "gemma2" else 0.0, 1.0)
+                p.normal_(-1.0 if style.startswith("gemma") else 0.0, 1.0)
     reference.config.eos_token_id = reference.generation_config.eos_token_id = None
     reference.eval().save_pretrained(tmp_path)
     ours = megatron.load_model(f"hf:{tmp_path}")
