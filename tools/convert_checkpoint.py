@@ -258,6 +258,7 @@ def from_huggingface(
 
     incoming = decided_by_first(topology, lambda: read_folder(Path(args.source), settings))
     rows = [("source", f"{incoming.kind}, {incoming.folder}"), ("type", str(incoming.dtype))]
+    rows += [("note", note) for note in incoming.notes]
     _show_model(topology, rows, incoming.config, incoming.shapes)
     if not args.dry_run:
         progress = show_progress if topology.world.is_first else lambda done, total: None

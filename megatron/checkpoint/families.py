@@ -57,6 +57,8 @@ class Family:
     only           fields that would change the model, each with its only supported value
     older          names of fields, and the names that some published files use instead
     prefix         prefix of tensor names, which some published files omit
+    unread         regular expression of tensors that transformers does not read, such as those of
+                   multi-token prediction; its group, if any, is a number of at least num_layers
 
     Other fields that are not null are refused, unless ONLY has them or they have no effect
     (huggingface_config.py).
@@ -71,6 +73,7 @@ class Family:
     only: Fields = field(default_factory=dict)
     older: Mapping[str, str] = field(default_factory=dict)
     prefix: str = "model."
+    unread: str | None = None
 
     @property
     def experts(self) -> bool:
@@ -144,6 +147,7 @@ _WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_laye
 _WINDOWS = {**_WINDOW, "layer_types": None}
 _SILU = {"hidden_act": "silu"}
 _NO_BIAS = {"attention_bias": False}
+_LAYERS_AFTER_ALL = r"model\.layers\.(\d+)\..*"
 _NO_BIASES = {"mlp_bias": False, **_NO_BIAS}
 _GATED = {
     "normalization": "rmsnorm",
@@ -243,6 +247,7 @@ def _llama(
     only: Fields = _SILU,
     older: Mapping[str, str] = MappingProxyType({}),
     rope: Rule = _PLAIN_ROPE,
+    unread: str | None = None,
 ) -> Family:
     """Return a family that is similar to Llama.
 
@@ -258,6 +263,7 @@ def _llama(
         {**_USUAL, **absent},
         only,
         older,
+        unread=unread,
     )
 
 
@@ -416,6 +422,40 @@ FAMILIES: Mapping[str, Family] = {
         },
         _LLAMA_MODULES | _EXPERT_MODULES | _SHARED_EXPERTS,
         {**_EXPERTS_TOO, "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"},
+    ),
+    "glm4_moe": _llama(
+        "Glm4MoeForCausalLM",
+        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        (rules.biases(kind="qkv"), rules.routed_experts("sigmoid")),
+        {
+            **_NO_BIAS,
+            "num_key_value_heads": 8,
+            "use_qk_norm": False,
+            "partial_rotary_factor": 0.5,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "num_nextn_predict_layers": None,
+        },
+        _LLAMA_MODULES
+        | _QK_NORMS
+        | _EXPERT_MODULES
+        | _modules(
+            _LAYER,
+            """
+            .mlp.router.expert_bias            .mlp.gate.e_score_correction_bias
+            .mlp.shared_experts.dense_h_to_4h  .mlp.shared_experts.gate_proj .mlp.shared_experts.up_proj
+            .mlp.shared_experts.dense_4h_to_h  .mlp.shared_experts.down_proj
+            """,
+        ),
+        _EXPERTS_TOO | {"qk_layernorm": "use_qk_norm"},
+        rope=rules.rope(share="partial_rotary_factor"),
+        unread=_LAYERS_AFTER_ALL,
     ),
     "gemma2": _llama(
         "Gemma2ForCausalLM",

@@ -12,13 +12,14 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
 
 from megatron.checkpoint.families import FAMILIES, Family
 from megatron.checkpoint.huggingface_config import CONFIG, read_model
+from megatron.checkpoint.load import starts_anew
 from megatron.checkpoint.settings import check_architecture, plain
 from megatron.checkpoint.shards import named
 from megatron.checkpoint.shared_errors import decided_by_first, errors_on_all_ranks
@@ -28,9 +29,9 @@ from megatron.checkpoint.writer import Alive, nothing
 from megatron.config import Config
 from megatron.config.model import ADAPTERS, ModelConfig, may_be_missing
 from megatron.engine.engine import Engine
-from megatron.engine.optimizer import Index
+from megatron.engine.optimizer import Index, persistent_tensors
 from megatron.errors import CheckpointError
-from megatron.model.gpt import global_shapes
+from megatron.model.gpt import global_shapes, meta_chunks
 from megatron.parallel.topology import Topology
 from megatron.untrusted import is_file_name, open_regular, read_json
 
@@ -136,6 +137,26 @@ def tensors_of(family: Family, model: ModelConfig, shapes: Shapes) -> Shapes:
     return hf_shapes
 
 
+T = TypeVar("T")
+
+
+def beside_parameters(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Return those persistent tensors that Hugging Face models have, too: biases of experts.
+
+    They are stored in fp32.
+    """
+    return {name: tensor for name, tensor in tensors.items() if name.endswith(".expert_bias")}
+
+
+def stored_shapes(config: Config) -> dict[str, Index]:
+    """Return the global shapes of all parameters, and of tensors that are stored beside them."""
+    shapes = global_shapes(config)
+    if config.model.moe_router_enable_expert_bias:
+        biases = beside_parameters(persistent_tensors(meta_chunks(config)))
+        shapes |= {name: tuple(bias.shape) for name, bias in biases.items()}
+    return shapes
+
+
 # ---- files
 
 TensorLocations = Mapping[str, tuple[str, str]]
@@ -154,10 +175,13 @@ def open_tensors(path: Path) -> Any:
 
 
 def find_tensors(
-    folder: Path, family: Family, shapes: Shapes, optional: Collection[str] = ()
-) -> TensorLocations:
-    """Return the location of each tensor of a model, from the headers of all files.
+    folder: Path, family: Family, layers: int, shapes: Shapes, optional: Collection[str] = ()
+) -> tuple[TensorLocations, list[str]]:
+    """Return the location of each tensor of a model, from the headers of all files, and a note.
 
+    The note is about tensors that are not read; there may be none.
+
+    layers    number of the model's layers
     shapes    shapes of the model's tensors, by their names in transformers
     optional  tensors that may be missing
 
@@ -167,6 +191,7 @@ def find_tensors(
     """
     locations: dict[str, tuple[str, str]] = {}
     unknown = []
+    unread = []
     wrong = []
     # A tied output layer may be stored as well.
     (head,) = family.hf_tensors("output_layer.weight")[1]
@@ -179,7 +204,10 @@ def find_tensors(
             name = key if key in known else family.prefix + key
             expected = known.get(name)
             if expected is None:
-                if not _NO_PARAMETERS.search(key):
+                beyond = re.fullmatch(family.unread or "", key)
+                if beyond and all(int(number) >= layers for number in beyond.groups()):
+                    unread.append(key)
+                elif not _NO_PARAMETERS.search(key):
                     unknown.append(key)
                 continue
             header = opened.get_slice(key)
@@ -209,7 +237,8 @@ def find_tensors(
                 f"tie_word_embeddings to false, or remove {head} from its files"
             )
         del locations[head]
-    return locations
+    notes = [f"not read, as in transformers: {named(unread)}"] if unread else []
+    return locations, notes
 
 
 def _files(folder: Path) -> list[str]:
@@ -325,17 +354,17 @@ def fill_shards(
 ) -> list[str]:
     """Fill the views of `tensors` (megatron.checkpoint.tensors), by name, from a folder.
 
-    Tensors of kind KEPT, which a Hugging Face model does not have, stay as they are, and so do
-    parameters that it may lack (may_be_missing); return the names of those that it lacks. All ranks
-    call it; `alive` is called after every tensor that is filled. Raises CheckpointError on every rank if
-    the model differs, or if a file or tensor is missing or damaged; views filled before keep their
-    new values.
+    Tensors of kind KEPT stay as they are, except for biases of experts, and so do parameters that
+    the model may lack (may_be_missing). Return notes about those, and about tensors of the folder
+    that are not read. All ranks call it; `alive` is called after every tensor that is filled.
+    Raises CheckpointError on every rank if the model differs, or if a file or tensor is missing or
+    damaged; views filled before keep their new values.
     """
 
-    def describe() -> tuple[str, TensorLocations, list[str]]:
+    def describe() -> tuple[str, TensorLocations, list[str], list[str]]:
         kind, hf_model = read_model(folder)
         check_architecture({"model": plain(hf_model)}, config, str(folder / CONFIG))
-        shapes = global_shapes(config)
+        shapes = stored_shapes(config)
         theirs = {
             name: tensors_of(FAMILIES[kind], config.model, {name: shape})
             for name, shape in shapes.items()
@@ -344,24 +373,25 @@ def fill_shards(
         expected = {n: shape for of_one in theirs.values() for n, shape in of_one.items()}
         patterns = config.checkpoint.load_missing
         optional = {n for name in theirs if may_be_missing(name, patterns) for n in theirs[name]}
-        locations = find_tensors(folder, FAMILIES[kind], expected, optional)
+        layers = config.model.num_layers
+        locations, notes = find_tensors(folder, FAMILIES[kind], layers, expected, optional)
         lacks = [
             name for name in shapes if not theirs.get(name, {"": ()}).keys() <= locations.keys()
         ]
-        return kind, locations, lacks
+        return kind, locations, lacks, notes
 
-    kind, locations, fresh = decided_by_first(topology, describe)
+    kind, locations, fresh, notes = decided_by_first(topology, describe)
     with errors_on_all_ranks(topology, f"reading {folder}"):
         read = SafetensorsReader(folder, locations)
         for key, shards in tensors:
-            name = key.removeprefix(f"{MASTER}.")
-            if key.startswith(f"{KEPT}.") or name in fresh:
+            name = key.removeprefix(f"{MASTER}.").removeprefix(f"{KEPT}.")
+            if name in fresh or (key.startswith(f"{KEPT}.") and not beside_parameters({name: ()})):
                 continue
             matrix = matrix_of(FAMILIES[kind], config.model, name, shards.shape)
             for offset, view in shards.views.items():
                 read.fill(view.detach(), offset, matrix)
             alive()
-    return fresh
+    return notes + ([starts_anew(fresh, folder)] if fresh else [])
 
 
 def load_engine(
@@ -369,7 +399,7 @@ def load_engine(
 ) -> list[str]:
     """Load the weights in a Hugging Face folder into an engine of any layout and precision.
 
-    Return the names of parameters that it lacks, which start anew.
+    Return the notes of `fill_shards`.
 
     The optimizer's moments are unchanged; an average of the weights begins with the loaded ones. A
     dense model fills the experts if moe_use_upcycling is set. All ranks call it. Raises the errors
@@ -381,10 +411,10 @@ def load_engine(
     if model.moe_use_upcycling and decided_by_first(
         topology, lambda: read_model(folder)[1].num_experts is None
     ):
-        fresh = fill_shards(folder, from_dense(tensors, model), topology, dense(config), alive)
+        notes = fill_shards(folder, from_dense(tensors, model), topology, dense(config), alive)
         scale_outputs(tensors, model)
     else:
-        fresh = fill_shards(folder, tensors.items(), topology, config, alive)
+        notes = fill_shards(folder, tensors.items(), topology, config, alive)
     engine.update_working_weights()
     engine.start_average()
-    return fresh
+    return notes

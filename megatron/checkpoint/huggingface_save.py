@@ -43,6 +43,7 @@ from megatron.checkpoint.huggingface_load import (
     SINGLE,
     Matrix,
     Shapes,
+    beside_parameters,
     check_finite,
     matrix_of,
 )
@@ -53,7 +54,7 @@ from megatron.config.io import TokenizerConfig
 from megatron.config.model import EVEN_CHOICES, ModelConfig
 from megatron.config.option import options_of
 from megatron.data.tokenizer import build_tokenizer
-from megatron.engine.optimizer import unique_parameters
+from megatron.engine.optimizer import persistent_tensors, unique_parameters
 from megatron.errors import CheckpointError, ConfigError
 from megatron.limited import LimitedProcess
 from megatron.parallel.collectives import gather_first, gather_objects
@@ -266,7 +267,7 @@ def config_fields(config: Config, companions: Companions, dtype: torch.dtype) ->
 class Parameters:
     """Parameters of this rank's pipeline stages.
 
-    shapes   their global shapes, by name
+    shapes   their global shapes, by name, and those of beside_parameters
     full     returns a full parameter on the rank that is the first in both its tensor- and its
              expert-parallel group, and None on the other ranks of these groups; all of them call
              it, for the same names in the same order
@@ -298,7 +299,7 @@ def _distribute(
     groups: list[dict[str, Matrix]] = []
     filled = FILE_BYTES
     for name, shape in shapes.items():
-        size = math.prod(shape) * dtype.itemsize
+        size = math.prod(shape) * _stored_as(name, dtype).itemsize
         if not groups or filled + size > FILE_BYTES:
             groups.append({})
             filled = 0
@@ -309,11 +310,12 @@ def _distribute(
         header: Values = {"__metadata__": {"format": "pt"}}
         sizes = {}
         at = 0
-        for matrix in group.values():
+        for own_name, matrix in group.items():
+            stored = _stored_as(own_name, dtype)
             for name, shape in matrix.their_shapes.items():
-                sizes[name] = math.prod(shape) * dtype.itemsize
+                sizes[name] = math.prod(shape) * stored.itemsize
                 header[name] = {
-                    "dtype": _DTYPE_NAMES[dtype],
+                    "dtype": _DTYPE_NAMES[stored],
                     "shape": shape,
                     "data_offsets": (at, at + sizes[name]),
                 }
@@ -322,6 +324,11 @@ def _distribute(
         text += b" " * (-len(text) % 8)
         files.append(_OutputFile(group, len(text).to_bytes(8, "little") + text, sizes))
     return files
+
+
+def _stored_as(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of one of our tensors in a model of type `dtype`."""
+    return torch.float32 if beside_parameters({name: ()}) else dtype
 
 
 def _write_file(
@@ -341,9 +348,9 @@ def _write_file(
         if path is not None:
             with contextlib.closing(SyncedFile(path)) as file:
                 file.write(output.header)
-                for matrix, tensor in zip(output.parameters.values(), values, strict=True):
+                for (name, matrix), tensor in zip(output.parameters.items(), values, strict=True):
                     assert tensor is not None, "the first rank has each full parameter"
-                    tensor = tensor.to(dtype)
+                    tensor = tensor.to(_stored_as(name, dtype))
                     named = ", ".join(list(matrix.counts)[:2])
                     check_finite(tensor, f"{named}, written in {dtype}")
                     for cut in matrix.cut(tensor):
@@ -494,12 +501,16 @@ def export(
             owned.setdefault(sharding_of(p).name, []).append(p)
     shapes = {name: sharding_of(shards[0]).global_shape for name, shards in owned.items()}
     dtype = getattr(torch, config.precision.dtype_name)
+    beside = beside_parameters(persistent_tensors(chunks))
+    shapes |= {name: tuple(tensor.shape) for name, tensor in beside.items()}
 
     def full(name: str) -> torch.Tensor | None:
+        if name in beside:
+            return beside[name].cpu()
         return _gathered(arriving(owned[name]), topology)
 
     def passes(name: str) -> None:
-        for _ in arriving(owned[name]):
+        for _ in arriving(owned.get(name, [])):
             pass
 
     parameters = Parameters(shapes, full, passes if on_all else None)

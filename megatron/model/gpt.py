@@ -381,10 +381,13 @@ def check_patterns(config: Config) -> list[str]:
 
 def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the global shape of each parameter of the model, by name; allocates no memory."""
-    # with all stages, not sharded over tensor ranks
-    one = Topology.from_layout(Layout(), 0, device=torch.device("meta"))
-    shardings = [sharding_of(p) for p in build_chunks(config, one).parameters()]
+    shardings = [sharding_of(p) for p in meta_chunks(config).parameters()]
     return {s.name: s.global_shape for s in shardings}
+
+
+def meta_chunks(config: Config) -> nn.ModuleDict:
+    """Return all stages, not sharded over tensor ranks, without allocating memory."""
+    return build_chunks(config, Topology.from_layout(Layout(), 0, device=torch.device("meta")))
 
 
 def stages_of(

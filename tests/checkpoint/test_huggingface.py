@@ -35,7 +35,7 @@ RUNS = [
 ]
 USUAL = {(2, "mixtral"), *((4, case) for case in "gpt2 llama3 llama31 qwen2 qwen3 olmo2".split())}
 USUAL |= {(4, case) for case in "mixtral qwen2_moe qwen3_moe gemma2 pythia bloom".split()}
-USUAL |= {(4, case) for case in "gemma3 olmo3 smollm3 granite phi3 starcoder2".split()}
+USUAL |= {(4, case) for case in "gemma3 olmo3 smollm3 granite phi3 starcoder2 glm4_moe".split()}
 MARKED = [
     run if run in USUAL else pytest.param(*run, marks=pytest.mark.campaign("kills")) for run in RUNS
 ]

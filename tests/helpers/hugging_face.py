@@ -75,6 +75,9 @@ _CASES = """{
     "neox":
         ["gpt_neox", {"use_parallel_residual": false, "hidden_act": "gelu_fast", "rotary_pct": 0.5}],
     "neox-unbiased": ["gpt_neox", {"attention_bias": false}],
+    "glm4_moe": ["glm4_moe", {"num_hidden_layers": 3, "head_dim": 12, "attention_bias": true,
+        "use_qk_norm": true, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 28, "routed_scaling_factor": 1.7, "n_group": 4, "topk_group": 2}],
     "gemma3": ["gemma3_text", {"num_hidden_layers": 4, "head_dim": 14, "sliding_window": 7,
         "query_pre_attn_scalar": 20, "layer_types": ["sliding_attention", "full_attention",
         "sliding_attention", "sliding_attention"], "rope_parameters": {
@@ -113,7 +116,9 @@ def random_values(config: Any) -> Any:
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(5)
     width = max(p.shape[-1] for p in model.parameters())
-    for name, p in model.named_parameters():
+    stored = model.state_dict()
+    buffers = [(name, b) for name, b in model.named_buffers() if name in stored]
+    for name, p in [*model.named_parameters(), *buffers]:
         noise = torch.randn(p.shape, generator=generator)
         if p.dim() > 1:
             p.data = noise * 2.0 / width**0.5

@@ -25,8 +25,10 @@ from megatron.checkpoint.huggingface_config import CONFIG, read_model, tokenizer
 from megatron.checkpoint.huggingface_load import (
     SafetensorsReader,
     TensorLocations,
+    beside_parameters,
     find_tensors,
     matrix_of,
+    stored_shapes,
     tensors_of,
 )
 from megatron.checkpoint.huggingface_save import (
@@ -41,11 +43,10 @@ from megatron.checkpoint.load import read_tensor, require_kind
 from megatron.checkpoint.settings import plain
 from megatron.checkpoint.shards import Stored, incomplete, named, read_stored
 from megatron.checkpoint.shared_errors import decided_by_first
-from megatron.checkpoint.tensors import MASTER
+from megatron.checkpoint.tensors import KEPT, MASTER
 from megatron.config import Config
 from megatron.config.settings import all_options
 from megatron.errors import CheckpointError, ConfigError
-from megatron.model.gpt import global_shapes
 from megatron.parallel.topology import Topology
 from megatron.training.run.schedules import Progress
 from megatron_conversion.convert import (
@@ -78,6 +79,7 @@ class Incoming:
     shapes      shape of each parameter, by our names
     locations   where the tensors are in its files
     dtype       type of its first tensor
+    notes       remarks for the user
     """
 
     folder: Path
@@ -86,6 +88,7 @@ class Incoming:
     shapes: Shapes
     locations: TensorLocations
     dtype: torch.dtype
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -120,12 +123,12 @@ def read_folder(folder: Path, chosen: Mapping[str, Any]) -> Incoming:
     """
     kind, model = read_model(folder)
     settings = _known(plain(model))
-    shapes = global_shapes(Config.create(**settings))
+    shapes = stored_shapes(Config.create(**settings))
     expected = tensors_of(FAMILIES[kind], model, shapes)
-    locations = find_tensors(folder, FAMILIES[kind], expected)
+    locations, notes = find_tensors(folder, FAMILIES[kind], model.num_layers, expected)
     dtype = SafetensorsReader(folder, locations)(next(iter(expected))).dtype
     config = Config.create(**{**settings, **_precision(dtype, chosen), **chosen})
-    return Incoming(folder, kind, config, shapes, locations, dtype)
+    return Incoming(folder, kind, config, shapes, locations, dtype, notes)
 
 
 def to_checkpoint(
@@ -220,7 +223,7 @@ def _masters(
                 buffers[0] = torch.empty(math.prod(sizes))
             view = buffers[0][: math.prod(sizes)].view(sizes)
             read.fill(view, offset, matrix)
-            yield f"{MASTER}.{name}", shape, offset, view
+            yield _key(name, MASTER), shape, offset, view
         progress(done, len(local_names))
 
 
@@ -243,13 +246,13 @@ def read_checkpoint(
     for section in sections:
         settings |= checkpoint.config.get(section, {})
     config = Config.create(**_known({**settings, **chosen}))
-    shapes = global_shapes(config)
+    shapes = stored_shapes(config)
     require_kind(checkpoint, kind)
-    stored = read_stored(checkpoint.manifest, [f"{kind}.{name}" for name in shapes])
+    stored = read_stored(checkpoint.manifest, [_key(name, kind) for name in shapes])
     wrong = incomplete(stored) + [
         name
         for name, shape in shapes.items()
-        if stored.get(f"{kind}.{name}", {}).get("shape") != shape
+        if stored.get(_key(name, kind), {}).get("shape") != shape
     ]
     if wrong:
         raise CheckpointError(
@@ -264,7 +267,12 @@ def read_checkpoint(
 def _parameter(
     folder: Path, stored: Mapping[str, Stored], kind: str, dtype: torch.dtype | None, name: str
 ) -> torch.Tensor:
-    return read_tensor(folder, stored, f"{kind}.{name}", dtype=dtype)
+    return read_tensor(folder, stored, _key(name, kind), dtype=dtype)
+
+
+def _key(name: str, kind: str) -> str:
+    """Return the name in a checkpoint for a parameter or for a tensor that is stored beside."""
+    return f"{KEPT if beside_parameters({name: ()}) else kind}.{name}"
 
 
 def foreign_folder(directory: Path, tag: str | None) -> Path | None:

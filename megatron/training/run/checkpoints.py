@@ -330,10 +330,9 @@ def load_checkpoint(
     start = time.perf_counter()
     if (source := hugging_face_folder(settings.load)) is not None:
         from megatron.checkpoint.huggingface_load import load_engine
-        from megatron.checkpoint.load import starts_anew
 
-        if fresh := load_engine(source, engine, topology, config, topology.flight.alive):
-            reporter.say(f" note: {starts_anew(fresh, source)}")
+        for note in load_engine(source, engine, topology, config, topology.flight.alive):
+            reporter.say(f" note: {note}")
         reporter.say(f" loaded model {source} in {time.perf_counter() - start:.2f} s")
         return Progress()
     if folder is None:

@@ -128,6 +128,16 @@ def test_files_as_they_were_published(tmp_path, monkeypatch):
     identical(source, there_and_back(old, tmp_path))
 
 
+def test_biases_of_experts_and_layers_that_transformers_does_not_read(tmp_path):
+    """In GLM-4.5's files, a layer for multi-token prediction follows those that are counted."""
+    source = make("glm4_moe", tmp_path / "source")
+    published = tmp_path / "published"
+    shutil.copytree(source, published)
+    more = tensors(source) | {"model.layers.3.enorm.weight": torch.ones(3)}
+    save_file(more, published / "model.safetensors", {"format": "pt"})
+    identical(source, there_and_back(published, tmp_path))
+
+
 def test_a_whole_file_comes_before_the_index_of_an_earlier_model(llama, tmp_path):
     """As in transformers, which loads the new file."""
     folder = tmp_path / "llama"
