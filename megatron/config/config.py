@@ -363,6 +363,9 @@ def _model(s: Settings) -> None:
     if not explicit_width and s.usable("hidden_size"):
         origin = f"derived from hidden-size{' and ' if gate else ''}{gate}"
         s.derive("ffn_hidden_size", mlp_width(v["hidden_size"]), origin)
+    used = "qk_head_dim", "qk_pos_emb_head_dim", "rope_scaling_factor", "yarn_mscale_all_dim"
+    if v["multi_latent_attention"] and s.usable(*used):
+        _latent_attention(s)
     if v["kv_channels"] is None and s.usable("hidden_size", "num_attention_heads"):
         width, remainder = divmod(v["hidden_size"], v["num_attention_heads"])
         if remainder == 0:
@@ -373,6 +376,28 @@ def _model(s: Settings) -> None:
     sizes = "hidden_size", "num_layers", "ffn_hidden_size", "num_attention_heads", "kv_channels"
     if v["use_mup"] and s.usable(*sizes):
         _mup(s, None if explicit_width else mlp_width)
+
+
+def _latent_attention(s: Settings) -> None:
+    """Derive the size of a head and the softmax's factor, and YaRN as in Megatron-LM.
+
+    There, latent attention has YaRN by default, which changes nothing if its factor is 1. The
+    softmax's factor also has the square of YaRN's (DeepSeek-V3's code).
+    """
+    v = s.values
+    origin = "derived from multi-latent-attention"
+    width = v["qk_head_dim"] + v["qk_pos_emb_head_dim"]
+    if v["kv_channels"] not in (None, width):
+        written = all_options()["kv_channels"].written(v["kv_channels"])
+        s.notices.append(f"{written} has no effect: --qk-head-dim sets the size of a head")
+    s.derive("kv_channels", width, origin)
+    if v["rope_scaling"] is None and "rope_scaling_factor" in s.explicit:
+        s.fill("rope_scaling", "yarn", origin)
+        if "rope_original_positions" not in s.explicit:
+            s.derive("rope_original_positions", 4096, origin)
+    if v["rope_scaling"] == "yarn" and v["yarn_mscale_all_dim"]:
+        scale = 0.1 * v["yarn_mscale_all_dim"] * math.log(v["rope_scaling_factor"]) + 1.0
+        s.fill("softmax_scale", scale**2 / math.sqrt(width), origin)
 
 
 def _experts(s: Settings) -> None:

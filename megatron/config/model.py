@@ -197,6 +197,22 @@ class ModelConfig:
         "Multiply the output of attention by the sigmoid of a gate, which is a part of the query "
         "projection (Qwen3-Next).",
     )
+    multi_latent_attention: bool = option(
+        False,
+        "Multi-head latent attention (DeepSeek-V2 and V3): keys and values are projections of one "
+        "latent vector. With --qk-layernorm, latents are normalized.",
+    )
+    q_lora_rank: int | None = option(
+        None, "Size of the latent vector of the queries.", WIDTH, derived="none", none_word=True
+    )
+    kv_lora_rank: int = option(32, "Size of the latent vector of keys and values.", WIDTH)
+    qk_head_dim: int = option(
+        128, "Latent attention: entries of a query or key without positions.", WIDTH
+    )
+    qk_pos_emb_head_dim: int = option(
+        64, "Latent attention: further entries of a query or key, which RoPE rotates.", WIDTH
+    )
+    v_head_dim: int = option(128, "Latent attention: entries of a value.", WIDTH)
     softmax_type: str = option(
         "vanilla",
         "Attention sinks, terms that are added to the denominator of the softmax. off-by-one: 1. "
@@ -622,7 +638,7 @@ class ModelConfig:
     @property
     def qkv_bias(self) -> bool:
         """Return whether queries, keys and values have biases."""
-        usual = self.add_bias_linear or self.add_qkv_bias
+        usual = (self.add_bias_linear and not self.multi_latent_attention) or self.add_qkv_bias
         return usual if self.attention_bias is None else self.attention_bias != "off"
 
     @property
@@ -635,6 +651,18 @@ class ModelConfig:
     def query_heads(self) -> int:
         """Return the number of heads that the query projection has, including gates."""
         return self.num_attention_heads * (2 if self.attention_output_gate else 1)
+
+    @property
+    def rotated_entries(self) -> int:
+        """Return the number of entries of a query or key that RoPE rotates."""
+        latent = self.multi_latent_attention
+        width = self.qk_pos_emb_head_dim if latent else self.kv_channels
+        return 2 * int(width * self.rotary_percent / 2)
+
+    @property
+    def value_channels(self) -> int:
+        """Return the size of a value of each head."""
+        return self.v_head_dim if self.multi_latent_attention else self.kv_channels
 
     @property
     def layer_norms(self) -> tuple[str, ...]:

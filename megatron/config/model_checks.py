@@ -31,13 +31,45 @@ def _positions(config: Sections) -> Problems:
 def _rotary_width(config: Sections) -> Problems:
     model = config.model
     if model.position_embedding_type == "rope":
-        width = int(model.kv_channels * model.rotary_percent)
+        latent = model.multi_latent_attention
+        head = model.qk_pos_emb_head_dim if latent else model.kv_channels
+        width = int(head * model.rotary_percent)
         least = 4 if model.rope_scaling == "dynamic" else 2
         if width < least or width % 2:
             yield (
                 f"RoPE rotates pairs, but --rotary-percent {model.rotary_percent:g} of a head of "
-                f"{model.kv_channels} is {width}: it must be even and at least {least}"
+                f"{head} is {width}: it must be even and at least {least}"
             )
+
+
+@check("num_attention_heads", "num_key_value_heads")
+def _latent_attention(config: Sections) -> Problems:
+    model = config.model
+    if not model.multi_latent_attention:
+        return
+    heads = model.num_attention_heads
+    others = (
+        ("num_key_value_heads", heads, f"each of the {heads} heads has a key and a value"),
+        ("attention_output_gate", False, "it has no gate"),
+        ("qk_l2_norm", False, "its latents have the norms of --qk-layernorm"),
+        ("qk_layernorm_over", "head", "its norms are those of the latents"),
+        ("add_qkv_bias", False, "its projections have no biases"),
+        ("attention_bias", None, "its projections have no biases"),
+        ("clip_qkv", None, "its queries, keys and values are not clipped"),
+        ("qk_clip", False, "a key of all heads cannot be scaled for one"),
+        ("use_mup", False, "muP has no rules for its latents"),
+        ("lora_rank", None, "its projections to latents have no adapters"),
+    )
+    for name, value, why in others:
+        if config.get(name) != value:
+            written = all_options()[name].written(config.get(name))
+            yield f"--multi-latent-attention and {written} contradict each other: {why}"
+    width = model.qk_head_dim + model.qk_pos_emb_head_dim
+    if model.v_head_dim > width:
+        yield (
+            f"--v-head-dim {model.v_head_dim} is more than --qk-head-dim {model.qk_head_dim} and "
+            f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim} together: use at most {width}"
+        )
 
 
 @check("rope_original_positions", "rope_low_freq_factor", "rope_high_freq_factor")

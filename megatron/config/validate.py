@@ -63,6 +63,7 @@ NEEDED = """
     qk_clip=true  qk_clip_alpha qk_clip_threshold
     cuda_graph_impl=local  cuda_graph_warmup_steps
     qk_layernorm=true  qk_layernorm_over
+    multi_latent_attention=true  q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     lora_rank  lora_alpha lora_target
     use_mup=true  mup_base_hidden_size mup_base_num_layers mup_base_ffn_hidden_size
     use_mup=true  mup_base_num_attention_heads mup_base_num_key_value_heads mup_base_head_dim

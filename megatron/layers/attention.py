@@ -214,9 +214,8 @@ class SelfAttention(torch.nn.Module):
         self.rotary: RotaryEmbedding | None = None
         kind = model.layer_kind(layer)
         if kind.position_embedding_type == "rope":
-            turned = 2 * int(d * model.rotary_percent / 2)
             scaled = replace(model, rope_scaling=kind.rope_scaling)
-            self.rotary = context.rotary(turned, kind.rotary_base, scaled)
+            self.rotary = context.rotary(model.rotated_entries, kind.rotary_base, scaled)
         self.core = CoreAttention(context, config, layer, recompute)
         add_sinks(self, self.core, context, name, model)
         self.groups = max(1, groups // tp)

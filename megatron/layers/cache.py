@@ -45,7 +45,7 @@ class KeyValueCache:
         return None if self._hidden is None else self._hidden[:, : self.used + 1]
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Add k and v [s, b, kv heads, d] of a layer.
+        """Add k and v [s, b, kv heads, d] of a layer; v may have another d, also 0 (for latents).
 
         Return the keys and values of all tokens so far, [b, kv heads, n, d]; None in the first
         pass, where k and v are already complete.
@@ -55,8 +55,8 @@ class KeyValueCache:
         end = self.used + s
         assert not first or s == 1, "one token at a time after the first pass"
         if not first:
-            shape = b, groups, self._capacity, d
-            self._layers[layer] = k.new_empty(shape), v.new_empty(shape)
+            shape = b, groups, self._capacity
+            self._layers[layer] = k.new_empty(*shape, d), v.new_empty(*shape, v.shape[-1])
             if self._sources is not None:
                 samples = torch.arange(b, device=k.device)
                 k = k[self._sources, samples]

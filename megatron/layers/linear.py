@@ -514,6 +514,21 @@ class ColumnParallelLinear(nn.Module):
         return (self.weight,) if shared is None else (self.weight, shared)
 
 
+class ReplicatedLinear(nn.Module):
+    """y = x W^T with W [out, in] on all tensor ranks: [s(/tp), b, in] -> [s(/tp), b, out]."""
+
+    def __init__(
+        self, context: LayerContext, name: str, shape: tuple[int, int], fill: Fill
+    ) -> None:
+        super().__init__()
+        self.context = context.alone()
+        self.column = not context.gives_terms  # the kind of gradient that the input gets
+        self.weight = context.parameters.create(f"{name}.weight", shape, None, fill)
+
+    def forward(self, x: Tensor, recompute_input: RecomputeInput = None) -> Tensor:
+        return linear(x, self.column, self.context, recompute_input, (self.weight,))
+
+
 class RowParallelLinear(nn.Module):
     """y = x W^T with W [out, in] split along its input: [s, b, in/tp] -> [s(/tp), b, out].
 

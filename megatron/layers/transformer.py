@@ -7,6 +7,7 @@ By default norms precede attention and MLP, and the MLP follows attention; --nor
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,12 @@ class TransformerLayer(nn.Module):
         # With the residual after the norm, the residual stream keeps the norm's output anyway.
         self.recomputes_norms = "layernorm" in recompute and not self.residual_after_norm
         self.input_layernorm = norm_if_any("input_layernorm")
-        self.self_attention = SelfAttention(
+        attention: Any = SelfAttention
+        if model.multi_latent_attention:
+            from megatron.layers.latent_attention import LatentAttention  # not needed by others
+
+            attention = LatentAttention
+        self.self_attention = attention(
             context,
             f"{name}.self_attention",
             config,

@@ -50,9 +50,19 @@ def layer_matrices(model: ModelConfig, layer: int = 0, active: bool = False) -> 
     A gated MLP has three matrices, another one has two. `active`: count only the experts that a
     token passes through.
     """
-    # queries, gates and output; keys and values
-    heads = model.query_heads + model.num_attention_heads + 2 * model.num_key_value_heads
-    return model.hidden_size * (heads * model.kv_channels + _mlp_rows(model, layer, active))
+    h = model.hidden_size
+    n = model.num_attention_heads
+    d = model.kv_channels
+    if model.multi_latent_attention:
+        rank = model.q_lora_rank
+        latent = model.kv_lora_rank
+        queries = h * n * d if rank is None else rank * (h + n * d)
+        keys = h * (latent + model.qk_pos_emb_head_dim) + latent * n * model.qk_head_dim
+        attention = queries + keys + n * model.v_head_dim * (latent + h)
+    else:
+        # queries, gates and output; keys and values
+        attention = h * d * (model.query_heads + n + 2 * model.num_key_value_heads)
+    return attention + h * _mlp_rows(model, layer, active)
 
 
 def _experts(model: ModelConfig, layer: int, active: bool) -> tuple[int, int]:
@@ -87,7 +97,9 @@ def total_parameters(model: ModelConfig, active: bool = False) -> int:
     width = 2 if model.normalization == "layernorm" else 1  # vectors per norm
     layer = int(model.attention_output_bias) * h + len(model.layer_norms) * width * h
     layer += int(model.qkv_bias) * (model.query_heads + 2 * groups) * d
-    if model.qk_layernorm:
+    if model.qk_layernorm and model.multi_latent_attention:
+        layer += width * (model.kv_lora_rank + (model.q_lora_rank or 0))
+    elif model.qk_layernorm:
         layer += width * d * (2 if model.qk_layernorm_over == "head" else heads + groups)
     if model.softmax_type == "learnable":
         layer += heads
@@ -142,12 +154,15 @@ def _vocab(model: ModelConfig) -> int:
 def attention_score_flops(model: ModelConfig, layer: int = 0) -> float:
     """Return the forward FLOPs per token of a layer's scores and weighted values: 4 s n d.
 
+    Values that have another size than keys have it in the second half of these.
+
     All pairs are counted, including those that a causal mask hides. For a layer with a
     sliding window, the keys of a full window are counted: 4 (LEFT + 1) n d.
     """
     window = model.window(layer)
     keys = model.seq_length if window is None else min(window + 1, model.seq_length)
-    return 4.0 * keys * model.num_attention_heads * model.kv_channels
+    both = model.kv_channels + model.value_channels
+    return 2.0 * keys * model.num_attention_heads * both
 
 
 def layer_flops(model: ModelConfig, layer: int = 0) -> float:

@@ -323,6 +323,29 @@ class _SumOverRanks(Node):
         return gradient if ctx.group is None else gather_first(gradient, ctx.group), None, None
 
 
+class _CopyToRanks(Node):
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+        ctx.group = group
+        ctx.sequence_parallel = ctx.partial_gradient = sequence_parallel
+        return gather_first(x, group) if sequence_parallel else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.sequence_parallel:
+            return reduce_scatter_first(gradient, ctx.group), None, None
+        return all_reduce(gradient.contiguous().clone(), ctx.group), None, None
+
+
+def copy_to_tensor_region(x: Tensor, group: Group, sequence_parallel: bool = False) -> Tensor:
+    """Return x as an input [s, b, ..] of all tensor ranks; the gradient is the sum of theirs.
+
+    x is [s, b, ..], or with sequence parallelism this rank's [s/tp, b, ..]. See
+    reduce_from_tensor_region, its reverse.
+    """
+    return x if group.size == 1 else _CopyToRanks.apply(x, group, sequence_parallel)
+
+
 def reduce_from_tensor_region(x: Tensor, group: Group, sequence_parallel: bool = False) -> Tensor:
     """Sum the partial results [s, b, h] of the tensor ranks; autograd can differentiate the sum.
 

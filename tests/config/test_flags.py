@@ -47,6 +47,12 @@ SETTINGS = """
 --qk-l2-norm
 --attention-output-gate
 --softmax-type off-by-one
+--multi-latent-attention
+--q-lora-rank 24
+--kv-lora-rank 16
+--qk-head-dim 96
+--qk-pos-emb-head-dim 16
+--v-head-dim 32
 --softmax-type learnable
 --add-qkv-bias
 --add-qkv-bias-linear => add_qkv_bias True
@@ -523,7 +529,7 @@ REFUSED = """
 --reset-progress => --reset-iteration
 --curriculum-learning => --rampup-batch-size
 --eval-only true => --skip-train
---multi-latent-attention => --num-query-groups
+--o-lora-rank 7 => --multi-latent-attention
 --mtp-num-layers 1 => remove
 --attention-head-type multigroup => --num-query-groups
 --main-params-dtype fp16 => fp32
@@ -637,6 +643,7 @@ BESIDE = """
     rope --rope-scaling yarn
 --original-max-position-embeddings --rope-low-freq-factor --rope-high-freq-factor => --position-embedding-type \
     rope --rope-scaling llama3
+--q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim => --multi-latent-attention
 --sequence-parallel --tp-comm-overlap => --tensor-model-parallel-size 2
 --context-parallel-size --ds-sequence-parallel-size => --attention-dropout 0
 --hierarchical-context-parallel-sizes => --attention-dropout 0 --context-parallel-size 4 --cp-comm-type a2a+p2p

@@ -87,10 +87,20 @@ PAPER = [(48, 6144, 48, 22e9), (96, 12288, 96, 175e9), (128, 25600, 128, 1e12)]
         *FAMILIES.values(),
         dict(COMMON, swiglu=True, ffn_hidden_size=100, kv_channels=10),
         dict(COMMON, attention_output_gate=True, softmax_type="learnable", num_key_value_heads=2),
+        dict(COMMON, multi_latent_attention=True, qk_layernorm=True),
+        dict(COMMON, multi_latent_attention=True, q_lora_rank=9, qk_layernorm=True, v_head_dim=7),
         dict(COMMON, xielu=True),
         dict(COMMON, reglu=True, num_experts=4, moe_router_bias=True),
     ],
-    ids=[*FAMILIES, "biases of swiglu", "gates and sinks", "xielu", "router bias"],
+    ids=[
+        *FAMILIES,
+        "biases of swiglu",
+        "gates and sinks",
+        "latents",
+        "latents of queries, too",
+        "xielu",
+        "router bias",
+    ],
 )
 def test_parameters_of_a_model_that_is_built(fields):
     config = Config.create(**fields)

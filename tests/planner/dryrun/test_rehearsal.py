@@ -283,6 +283,12 @@ def test_what_does_not_fit_is_named_with_what_to_do(flags, gib, advice):
         ("gpu", "--bf16 --attention-backend unfused --fp32-residual-connection --zero-stage 0"),
         ("gpu", "--bf16 --window-size 20 0 --window-attn-skip-freq 2 --recompute-granularity full"),
         (
+            "gpu",
+            "--bf16 --multi-latent-attention --q-lora-rank 16 --qk-layernorm --normalization rmsnorm "
+            "--softmax-type learnable --position-embedding-type rope --tensor-model-parallel-size 2 "
+            "--world-size 4 --sequence-parallel",
+        ),
+        (
             "cpu",
             "--attention-backend blocked --num-key-value-heads 2 --swiglu --normalization rmsnorm "
             "--no-gradient-accumulation-fusion --position-embedding-type rope",

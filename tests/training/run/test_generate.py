@@ -79,6 +79,15 @@ ARCHITECTURES = {
         softmax_type="learnable",
         init_method_std=0.5,
     ),
+    "latents": dict(
+        position_embedding_type="rope",
+        multi_latent_attention=True,
+        kv_lora_rank=12,
+        qk_head_dim=8,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=6,
+        init_method_std=0.5,
+    ),
     "blocked": dict(attention_backend="blocked", reset_position_ids=True),
 }
 
