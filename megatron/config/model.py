@@ -63,6 +63,7 @@ class LayerKind(NamedTuple):
     position_embedding_type: str
     rotary_base: float
     rope_scaling: str | None
+    experimental_attention_variant: str | None
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,34 @@ class ModelConfig:
         choices="off qkv all",
         derived="all; with --disable-bias-linear off, or with --add-qkv-bias qkv",
     )
+    experimental_attention_variant: str | None = option(
+        None,
+        "Linear attention in place of softmax attention in the layers of --linear-attention-freq: "
+        "Gated DeltaNet (Yang et al., arXiv 2412.06464; Qwen3-Next).",
+        choices="gated_delta_net",
+        flags="--experimental-attention-variant --linear-attention-type",
+    )
+    linear_attention_freq: tuple[int, ...] | None = option(
+        None,
+        "Layers with linear attention: all but every N-th layer, or those with 1 in a list of "
+        "zeros and ones, one for each layer.",
+        Range(0, MOST_LAYERS),
+        metavar="N",
+        derived="all layers",
+    )
+    linear_conv_kernel_dim: int = option(
+        4, "Linear attention: tokens that a causal convolution of its inputs covers.", WIDTH
+    )
+    linear_key_head_dim: int = option(
+        128, "Linear attention: size of each head of queries and keys.", WIDTH
+    )
+    linear_value_head_dim: int = option(
+        128, "Linear attention: size of each head of values.", WIDTH
+    )
+    linear_num_key_heads: int = option(
+        16, "Linear attention: number of heads of queries and keys.", WIDTH
+    )
+    linear_num_value_heads: int = option(32, "Linear attention: number of value heads.", WIDTH)
     parallel_residual: str | None = option(
         None,
         "Compute attention and MLP from the same input, and add both to the residual stream, with "
@@ -754,6 +783,8 @@ class ModelConfig:
 
         --no-rope-freq and --rotary-local-base change RoPE in some layers.
         """
+        freq = self.linear_attention_freq
+        linear = freq is None or (freq[layer] if len(freq) > 1 else (layer + 1) % (freq[0] or 1))
         windowed = self.window(layer) is not None
         base = self.rotary_local_base if windowed else None
         skip = self.no_rope_freq or (0,)
@@ -764,6 +795,9 @@ class ModelConfig:
             position_embedding_type=self.position_embedding_type if turned else "none",
             rotary_base=base or self.rotary_base,
             rope_scaling=None if base else self.rope_scaling,
+            experimental_attention_variant=(
+                self.experimental_attention_variant if linear else None
+            ),
         )
 
     def of_kind(self, kind: LayerKind) -> ModelConfig:
@@ -775,6 +809,7 @@ class ModelConfig:
             moe_layer_freq=(1,),
             no_rope_freq=None,
             rotary_local_base=None,
+            linear_attention_freq=None,
         )
 
     @property

@@ -137,6 +137,7 @@ def _frequencies(config: Sections) -> Problems:
     for name, feature, left_out in (
         ("window_attn_skip_freq", "window_size", {(1,), (0,) * layers}),
         ("moe_layer_freq", "num_experts", {(0,) * layers}),
+        ("linear_attention_freq", "experimental_attention_variant", {(1,), (0,) * layers}),
         ("no_rope_freq", "position_embedding_type", {(1,), (1,) * layers}),
     ):
         freq = config.get(name)
@@ -206,6 +207,21 @@ def _expert_widths(config: Sections) -> Problems:
     model = config.model
     if model.moe_shared_expert_intermediate_size is not None and model.add_bias_linear:
         yield "shared experts have no biases: add --disable-bias-linear"
+
+
+@check("use_mup", "context_parallel_size")
+def _linear_attention(config: Sections) -> Problems:
+    variant = config.model.experimental_attention_variant
+    if variant is None:
+        return
+    yield from multiple(config, "linear_num_value_heads", "linear_num_key_heads")
+    yield from multiple(config, "linear_num_key_heads", "tensor_model_parallel_size")
+    for name, absent in (("context_parallel_size", 1), ("use_mup", False), ("qk_clip", False)):
+        if config.get(name) != absent:
+            yield (
+                f"--experimental-attention-variant {variant} and {all_options()[name].flag} cannot "
+                "be combined: leave one of them out"
+            )
 
 
 @check("num_experts")

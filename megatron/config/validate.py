@@ -53,6 +53,9 @@ NEEDED = """
     recompute_granularity=full  recompute_method
     optimizer=adam  optimizer_implementation exp_avg_dtype exp_avg_sq_dtype
     optimizer=adam  adam_beta1_schedule adam_beta2_schedule
+    experimental_attention_variant  linear_attention_freq linear_conv_kernel_dim
+    experimental_attention_variant  linear_key_head_dim linear_value_head_dim
+    experimental_attention_variant  linear_num_key_heads linear_num_value_heads
     xielu=true  weight_decay_on_xielu_alphas
     num_experts  moe_router_bias
     ema_decay  ema_warmup ema_interval eval_ema save_hf_ema

@@ -156,6 +156,21 @@ def _why_no_flash(
     return "has no ALiBi or heads of this size for parts of a ring" if lacks else ""
 
 
+def linear_attention(device_type: str, dtype_name: str) -> OptionalPackage:
+    """Check whether flash-linear-attention runs on `device_type` in `dtype_name`."""
+    version = _version("fla", "flash-linear-attention")
+    if version is None:
+        reason = "not found"
+    elif device_type != "cuda":
+        reason = f"does not run on {device_type}"
+    elif dtype_name not in ("float16", "bfloat16"):
+        reason = f"does not compute in {dtype_name}"
+    else:
+        reason = _import_problem("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+    fallback = "torch's matrix products"
+    return OptionalPackage("flash-linear-attention", version, not reason, reason, fallback)
+
+
 def _older(version: str, than: tuple[int, int]) -> bool:
     """Return whether a version is known to be older than another one."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
@@ -524,6 +539,8 @@ def report(config: Config, device: torch.device) -> list[str]:
             lines.append(f"{measured_times.find().line}; attention by {name}")
     if config.model.num_experts is not None:
         lines.append(grouped_product(device, dtype_name).line)
+    if config.model.experimental_attention_variant is not None:
+        lines.append(linear_attention(device.type, dtype_name).line)
     return lines + packages(config.kernels, device.type, dtype_name, attention, features)
 
 

@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, so that generation computes each token once."""
+"""What layers need of earlier tokens, so that generation computes each token once."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class KeyValueCache:
     lengths   number of tokens of each sample in the first pass, which pads samples at the end
     capacity  number of slots, enough for the longest sample at the end of generation
     used      slots in use before the current pass; the caller of the passes increases it
+    states    tensors [b, ..] of layers that store something else, by layer
     """
 
     def __init__(self, lengths: Sequence[int], capacity: int, device: torch.device) -> None:
@@ -25,6 +26,7 @@ class KeyValueCache:
         self._capacity = capacity
         self._starts = torch.tensor([longest - n for n in lengths], device=device)
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.states: dict[int, tuple[Tensor, ...]] = {}
         self._hidden = self._sources = None
         if min(lengths) < longest:
             position = torch.arange(capacity, device=device)
@@ -73,3 +75,5 @@ class KeyValueCache:
         self._hidden = None if self._hidden is None else self._hidden[rows]
         for layer, (k, v) in self._layers.items():
             self._layers[layer] = k[rows], v[rows]
+        for layer, tensors in self.states.items():
+            self.states[layer] = tuple(tensor[rows] for tensor in tensors)

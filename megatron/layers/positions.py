@@ -324,16 +324,21 @@ class Documents:
         return int(self.lengths.max())
 
     @cached_property
+    def numbers(self) -> Tensor:
+        """Return the number of each token's document, ascending, int32 [b, s] on the device."""
+        device = self.cu_seqlens.device
+        rows = torch.arange(int(self.lengths.sum()), dtype=torch.int32, device=device).view(
+            self.samples, -1
+        )
+        return torch.searchsorted(self.cu_seqlens, rows, right=True, out_int32=True)
+
+    @cached_property
     def hidden(self) -> Tensor:
         """Return bool [b, 1, s, s] on the device, True if a query (row) does not see a key.
 
         Cached for all layers.
         """
-        device = self.cu_seqlens.device
-        rows = torch.arange(int(self.lengths.sum()), dtype=torch.int32, device=device).view(
-            self.samples, -1
-        )
-        document = torch.searchsorted(self.cu_seqlens, rows, right=True, out_int32=True)  # [b, s]
+        document = self.numbers
         seen = document.unsqueeze(2) == document.unsqueeze(1)
         return seen.tril_().logical_not_().unsqueeze(1)
 

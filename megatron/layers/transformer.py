@@ -16,6 +16,7 @@ from megatron.config import Config
 from megatron.kernels.ops import elementwise
 from megatron.layers.attention import SelfAttention
 from megatron.layers.context import CallContext, LayerContext, weight_fills
+from megatron.layers.gated_delta_net import GatedDeltaNet
 from megatron.layers.linear import RecomputeInput, one_token
 from megatron.layers.mlp import MLP
 from megatron.layers.norm import Norm, norm_of
@@ -93,7 +94,9 @@ class TransformerLayer(nn.Module):
         self.recomputes_norms = "layernorm" in recompute and not self.residual_after_norm
         self.input_layernorm = norm_if_any("input_layernorm")
         attention: Any = SelfAttention
-        if model.multi_latent_attention:
+        if model.layer_kind(index).experimental_attention_variant is not None:
+            attention = GatedDeltaNet
+        elif model.multi_latent_attention:
             from megatron.layers.latent_attention import LatentAttention  # not needed by others
 
             attention = LatentAttention
@@ -105,7 +108,7 @@ class TransformerLayer(nn.Module):
             "core_attn" in recompute,
             summed,
         )
-        if config.optimizer.qk_clip:
+        if config.optimizer.qk_clip and isinstance(self.self_attention, SelfAttention):
             heads = model.num_attention_heads // context.tensor.size
             self.self_attention.core.largest = torch.zeros(heads, device=context.parameters.device)
         self.post_self_attn_layernorm = norm_if_any("post_self_attn_layernorm")

@@ -53,7 +53,12 @@ def layer_matrices(model: ModelConfig, layer: int = 0, active: bool = False) -> 
     h = model.hidden_size
     n = model.num_attention_heads
     d = model.kv_channels
-    if model.multi_latent_attention:
+    if model.layer_kind(layer).experimental_attention_variant:
+        states = model.linear_num_value_heads
+        # keys and queries; values, gates and output; betas and decays
+        rows = 2 * model.linear_num_key_heads * model.linear_key_head_dim
+        attention = h * (rows + states * (3 * model.linear_value_head_dim + 2))
+    elif model.multi_latent_attention:
         rank = model.q_lora_rank
         latent = model.kv_lora_rank
         queries = h * n * d if rank is None else rank * (h + n * d)
@@ -63,6 +68,27 @@ def layer_matrices(model: ModelConfig, layer: int = 0, active: bool = False) -> 
         # queries, gates and output; keys and values
         attention = h * d * (model.query_heads + n + 2 * model.num_key_value_heads)
     return attention + h * _mlp_rows(model, layer, active)
+
+
+def _attention_vectors(model: ModelConfig, layer: int) -> int:
+    """Return the number of parameters of a layer's attention that are not in matrices."""
+    if model.layer_kind(layer).experimental_attention_variant:
+        keys = 2 * model.linear_num_key_heads * model.linear_key_head_dim
+        states = model.linear_num_value_heads
+        width = model.linear_value_head_dim
+        return (keys + states * width) * model.linear_conv_kernel_dim + 2 * states + width
+    heads = model.num_attention_heads
+    groups = model.num_key_value_heads
+    total = int(model.attention_output_bias) * model.hidden_size
+    total += int(model.softmax_type == "learnable") * heads
+    total += int(model.qkv_bias) * (model.query_heads + 2 * groups) * model.kv_channels
+    if model.qk_layernorm:
+        entries = model.kv_channels
+        entries *= 2 if model.qk_layernorm_over == "head" else heads + groups
+        if model.multi_latent_attention:
+            entries = model.kv_lora_rank + (model.q_lora_rank or 0)
+        total += (2 if model.normalization == "layernorm" else 1) * entries
+    return total
 
 
 def _experts(model: ModelConfig, layer: int, active: bool) -> tuple[int, int]:
@@ -91,18 +117,8 @@ def total_parameters(model: ModelConfig, active: bool = False) -> int:
     """
     h = model.hidden_size
     bias = int(model.add_bias_linear)
-    heads = model.num_attention_heads
-    groups = model.num_key_value_heads
-    d = model.kv_channels
     width = 2 if model.normalization == "layernorm" else 1  # vectors per norm
-    layer = int(model.attention_output_bias) * h + len(model.layer_norms) * width * h
-    layer += int(model.qkv_bias) * (model.query_heads + 2 * groups) * d
-    if model.qk_layernorm and model.multi_latent_attention:
-        layer += width * (model.kv_lora_rank + (model.q_lora_rank or 0))
-    elif model.qk_layernorm:
-        layer += width * d * (2 if model.qk_layernorm_over == "head" else heads + groups)
-    if model.softmax_type == "learnable":
-        layer += heads
+    layer = len(model.layer_norms) * width * h
     words = _vocab(model) * h * (2 if model.untie_embeddings_and_output_weights else 1)
     learned = model.position_embedding_type == "learned_absolute"
     total = words + (model.max_position_embeddings * h if learned else 0)
@@ -111,6 +127,7 @@ def total_parameters(model: ModelConfig, active: bool = False) -> int:
         count, outputs = _experts(model, i, active)
         biases = count * ((2 if model.gated else 1) * outputs + h)
         total += layer + layer_matrices(model, i, active) + bias * biases
+        total += _attention_vectors(model, i)
         if model.num_experts is not None and model.has_experts(i) and model.moe_router_bias:
             total += model.num_experts
     total += 2 * int(model.xielu) * model.num_layers
@@ -157,8 +174,12 @@ def attention_score_flops(model: ModelConfig, layer: int = 0) -> float:
     Values that have another size than keys have it in the second half of these.
 
     All pairs are counted, including those that a causal mask hides. For a layer with a
-    sliding window, the keys of a full window are counted: 4 (LEFT + 1) n d.
+    sliding window, the keys of a full window are counted: 4 (LEFT + 1) n d. For linear attention:
+    the three products of a vector with each head's state, token by token.
     """
+    if model.layer_kind(layer).experimental_attention_variant:
+        state = model.linear_key_head_dim * model.linear_value_head_dim
+        return 6.0 * model.linear_num_value_heads * state
     window = model.window(layer)
     keys = model.seq_length if window is None else min(window + 1, model.seq_length)
     both = model.kv_channels + model.value_channels

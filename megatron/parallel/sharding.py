@@ -24,7 +24,7 @@ def kind_of(name: str, global_shape: Sequence[int]) -> Kind:
     hidden     a layer's matrix, from features to features, or several of them in 3 or 4 dimensions
     embedding  a table from tokens or positions to features
     output     any other matrix, normally from features to the vocabulary
-    vector     a norm or a bias
+    vector     a norm, a bias, or a convolution of single channels
 
     A tied embedding is an embedding. A router, or the gate of a shared expert, is an output, from
     features to experts.
@@ -34,7 +34,7 @@ def kind_of(name: str, global_shape: Sequence[int]) -> Kind:
     >>> kind_of("layers.0.mlp.dense_h_to_4h.bias", (2, 8))
     'vector'
     """
-    if len(global_shape) < 2 or name.endswith(".bias"):
+    if len(global_shape) < 2 or name.endswith((".bias", ".conv1d.weight")):
         return "vector"
     if name.startswith("layers."):
         return "output" if name.endswith((".router.weight", ".gate.weight")) else "hidden"

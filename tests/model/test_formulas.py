@@ -23,6 +23,15 @@ from tests.helpers.hugging_face import COMMON, FAMILIES
 from tests.helpers.tiny import one_stage
 
 FULL = RecomputeConfig("full")
+LINEAR = dict(
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq=(2,),
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+)
 SELECTIVE = RecomputeConfig("selective", ("core_attn",))
 
 
@@ -90,16 +99,13 @@ PAPER = [(48, 6144, 48, 22e9), (96, 12288, 96, 175e9), (128, 25600, 128, 1e12)]
         dict(COMMON, multi_latent_attention=True, qk_layernorm=True),
         dict(COMMON, multi_latent_attention=True, q_lora_rank=9, qk_layernorm=True, v_head_dim=7),
         dict(COMMON, xielu=True),
+        dict(COMMON, **LINEAR, qk_layernorm=True),
         dict(COMMON, reglu=True, num_experts=4, moe_router_bias=True),
     ],
     ids=[
         *FAMILIES,
-        "biases of swiglu",
-        "gates and sinks",
-        "latents",
-        "latents of queries, too",
-        "xielu",
-        "router bias",
+        *("biases of swiglu", "gates and sinks", "latents", "latents of queries, too", "xielu"),
+        *("linear attention", "router bias"),
     ],
 )
 def test_parameters_of_a_model_that_is_built(fields):

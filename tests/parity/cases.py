@@ -122,6 +122,15 @@ LLAMA = dict(
     add_bias_linear=False,
     untie_embeddings_and_output_weights=True,
 )
+LINEAR = dict(
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq=(2,),
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+)
 # Settings of the model families after which they are named.
 FAMILIES = {
     "bloom": dict(position_embedding_type="alibi", embedding_layernorm=True),
@@ -173,6 +182,8 @@ FAMILIES = {
         "rope_original_positions": 16,
         "yarn_mscale_all_dim": 0.7,
     },
+    # larger embeddings: norms after small outputs have large gradients
+    "linear": dict(LLAMA, **LINEAR, attention_output_gate=True, embedding_scale=8.0),
     "olmo2": dict(LLAMA, norm_position="post", qk_layernorm=True, qk_layernorm_over="all"),
     "gemma2": {
         **LLAMA,
@@ -369,6 +380,17 @@ TOGETHER = [
     layout(dp=2, recompute=FULL, fused=True, **FAMILIES["gemma2"]),
     layout(tp=2, pp=2, sp=True, recompute=CHEAP, **FAMILIES["deepseek"]),
     layout(tp=2, zero=3, **{**FAMILIES["deepseek"], "q_lora_rank": None}),
+    layout(
+        tp=2,
+        pp=2,
+        sp=True,
+        schedule="zb-h1",
+        recompute=SELECTIVE,
+        packed=True,
+        **DOCUMENTS,
+        **FAMILIES["linear"],
+    ),
+    layout(dp=2, zero=3, recompute=FULL, **FAMILIES["linear"]),
     layout(dp=2, zero=3, recompute=FULL2, gradient_accumulation_fusion=False),
     folded(2, tp=2, recompute=MOE, **EXPERTS, **MUON),
     layout(pp=2, dp=2, zero=2, schedule="zb-h1", overlap_grad_reduce=False),

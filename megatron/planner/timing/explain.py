@@ -84,6 +84,7 @@ def explain(predicted: Estimate) -> list[Table]:
 _FEATURES = {
     "window_size": "a window",
     "num_experts": "experts",
+    "experimental_attention_variant": "linear attention",
     "position_embedding_type": "RoPE",
     "rope_scaling": "scaled RoPE",
 }

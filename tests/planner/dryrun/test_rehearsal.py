@@ -289,6 +289,11 @@ def test_what_does_not_fit_is_named_with_what_to_do(flags, gib, advice):
             "--world-size 4 --sequence-parallel",
         ),
         (
+            "gpu",
+            "--bf16 --experimental-attention-variant gated_delta_net --linear-num-value-heads 16 "
+            "--linear-attention-freq 2 --xielu",
+        ),
+        (
             "cpu",
             "--attention-backend blocked --num-key-value-heads 2 --swiglu --normalization rmsnorm "
             "--no-gradient-accumulation-fusion --position-embedding-type rope",
