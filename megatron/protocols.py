@@ -121,6 +121,19 @@ class Optimizer(Protocol):
     def __hash__(self) -> int: ...
 
 
+class LearningRate(Protocol):
+    """Learning rate of the step after these amounts, skipped steps excluded; at least 0.
+
+    `settings` is config.optimizer. All ranks call it before each step, with the same result.
+    """
+
+    def __call__(
+        self, iterations: int, samples: int, tokens: int, settings: OptimizerConfig, /
+    ) -> float: ...
+
+    def __hash__(self) -> int: ...
+
+
 class Order(Protocol):
     """Function that returns the passes of `rank` in a pipeline's training step, in order.
 

@@ -84,6 +84,12 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with --to hf: write the average of the weights (--ema-decay) instead of the weights",
     )
+    parser.add_argument(
+        "--pieces",
+        metavar="FILE",
+        help="with --to hf: file that lists the layer or model of your own with which SOURCE was "
+        "trained; it must have the parameters of the built-in layers",
+    )
     parser.add_argument("--no-optim", action="store_true", help="convert the weights only")
     parser.add_argument(
         "--checkpoint-version",
@@ -287,13 +293,12 @@ def to_huggingface(args: argparse.Namespace, settings: dict[str, Any], topology:
     foreign = decided_by_first(topology, lambda: foreign_folder(source, tag))
     if foreign is None:
         outgoing = decided_by_first(
-            topology, lambda: read_checkpoint(source, tag, settings, weights)
+            topology, lambda: read_checkpoint(source, tag, settings, weights, args.pieces)
         )
     else:
-        if args.ema:
-            raise ConfigError(
-                f"--ema: {foreign} comes from another program, which keeps no average"
-            )
+        if args.ema or args.pieces:
+            flag = "--ema" if args.ema else "--pieces"
+            raise ConfigError(f"{flag}: {foreign} comes from another program, which has none")
         with errors_on_all_ranks(topology, f"reading {foreign}"):  # each process maps the files
             outgoing = read_foreign(foreign, settings, args.checkpoint_version, args.plain_class)
 
@@ -331,8 +336,9 @@ def main(argv: Sequence[str]) -> int:
     source = args.source_format
     if source is None:
         source = "hf" if is_huggingface(Path(args.source)) else "megatron"
-    if args.ema and (source, args.target_format) != ("megatron", "hf"):
-        raise ConfigError("--ema is only for --to hf, from checkpoints of this program")
+    if (args.ema or args.pieces) and (source, args.target_format) != ("megatron", "hf"):
+        flag = "--ema" if args.ema else "--pieces"
+        raise ConfigError(f"{flag} is only for --to hf, from checkpoints of this program")
     if source == args.target_format == "hf":
         raise ConfigError(
             f"{args.source} is already in Hugging Face format: give --to megatron to convert it"

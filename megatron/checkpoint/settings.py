@@ -20,10 +20,10 @@ from megatron.checkpoint.folder import tagged_name
 from megatron.config.io import TokenizerConfig, hugging_face_folder
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
-from megatron.config.pieces import Pieces
+from megatron.config.pieces import PLAIN, Pieces, load_pieces
 from megatron.config.settings import all_options
 from megatron.engine.optimizer_state import optimizer_state, wants_full_parameters
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.model.formulas import parameters_of
 
 if TYPE_CHECKING:
@@ -131,6 +131,32 @@ def plain(value: object) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
     return value
+
+
+def pieces_of_model(
+    stored: Mapping[str, Any], pieces: Pieces | str | None, where: object
+) -> Pieces:
+    """Return the user's own layer and model, of which the model in a checkpoint is built.
+
+    stored  the checkpoint's settings; it is at `where`
+    pieces  the user's pieces, or the file that lists them
+
+    Raises ConfigError unless these are the kinds of pieces with which it was trained.
+    """
+    found = load_pieces(pieces) if isinstance(pieces, str) else pieces or PLAIN
+    recorded = stored.get("pieces", {})
+    for name in ("layer", "model"):
+        if name in recorded and getattr(found, name) is None:
+            raise ConfigError(
+                f"{where} was trained with your own {name} ({recorded[name]}): give the file that "
+                "lists it in PIECES with --pieces FILE, or load_model(..., pieces=FILE)"
+            )
+        if name not in recorded and getattr(found, name) is not None:
+            raise ConfigError(
+                f"{where} was trained without a {name} of your own: use it without "
+                f"{found.describe()[name]} in --pieces"
+            )
+    return Pieces(layer=found.layer, model=found.model)
 
 
 def check_architecture(stored: dict[str, Any], config: Config, where: str) -> None:

@@ -91,7 +91,7 @@ class Config(Sections):
         not work with --cuda-graph-impl.
         """
         merged = dataclasses.replace(self.pieces, **pieces)
-        raise_problems(list(piece_problems(self.kernels.cuda_graph_impl, merged)))
+        raise_problems(list(piece_problems(self.kernels.cuda_graph_impl, merged, self.explicit)))
         return dataclasses.replace(self, pieces=merged)
 
     @property

@@ -46,7 +46,7 @@ _START = (
     ),
     (
         "--pieces FILE",
-        "Python file with your own layer, model, datasets, optimizer, schedule or callbacks "
+        "Python file with your own layer, model, loss, optimizer, data sets and others "
         "(docs/extending.md).",
     ),
     (

@@ -25,6 +25,7 @@ class Pieces:
     datasets: Piece | None = None
     loss: Piece | None = None
     optimizer: Piece | None = None
+    learning_rate: Piece | None = None
     schedule: Piece | None = None
     callbacks: Sequence[Any] = field(default=(), hash=False)  # often a list
     file: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from megatron.config.duration import duration_s
 from megatron.config.phases import (
@@ -216,8 +216,19 @@ def _norms(config: Sections) -> Problems:
         )
 
 
-def piece_problems(cuda_graph_impl: str | None, pieces: Pieces) -> Problems:
-    """Yield problems of the user's own layer, model or loss if passes are captured in graphs."""
+_RATE_FLAGS = ("lr_decay", "lr_warmup", "lr_wsd", "lr_schedule")
+
+
+def piece_problems(
+    cuda_graph_impl: str | None, pieces: Pieces, explicit: Mapping[str, object]
+) -> Problems:
+    """Yield problems of the user's own pieces with the settings that were set explicitly."""
+    beside = [name for name in explicit if name.startswith(_RATE_FLAGS)]
+    if pieces.learning_rate is not None and beside:
+        yield (
+            f"{all_options()[beside[0]].written(explicit[beside[0]])} has no effect on your own "
+            f"learning rate ({pieces.describe()['learning_rate']}): leave one of them out"
+        )
     for name in ("layer", "model", "loss"):
         if cuda_graph_impl is not None and getattr(pieces, name) is not None:
             yield (

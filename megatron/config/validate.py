@@ -117,7 +117,9 @@ def validate(settings: Settings) -> None:
     for each in CHECKS:
         if settings.usable(*each.needs):
             settings.problems.extend(each.problems(config))
-    settings.problems.extend(piece_problems(config.kernels.cuda_graph_impl, settings.pieces))
+    settings.problems.extend(
+        piece_problems(config.kernels.cuda_graph_impl, settings.pieces, settings.explicit)
+    )
     for group in EXCLUSIVE:
         chosen = [name for name in group if values[name]]
         if len(chosen) > 1 and bad.isdisjoint(chosen):

@@ -337,10 +337,18 @@ def build_chunks(
     for stage in stages_of_rank(config.schedule, size, stages // size, topology.pipeline.rank):
         embeddings: Any = getattr(chunks.get("0"), "word_embeddings", None)
         shared = None if embeddings is None else embeddings.weight
-        chunks[str(stage)] = make(
-            config, context, stage, layers[stage], last=stage == stages - 1, tied_weight=shared
-        )
-        freeze(config.model, chunks[str(stage)])
+        last = stage == stages - 1
+        chunk = make(config, context, stage, layers[stage], last=last, tied_weight=shared)
+        for name, p in chunk.named_parameters():
+            if not hasattr(p, "sharding"):
+                raise ConfigError(
+                    f"parameter {name} of stage {stage}, of shape {list(p.shape)}, was not made by "
+                    "context.parameters.create, so that nothing can divide or save it: create it "
+                    "so, or use ColumnParallelLinear, RowParallelLinear or Norm in place of "
+                    "torch.nn's modules (docs/extending.md)"
+                )
+        freeze(config.model, chunk)
+        chunks[str(stage)] = chunk
     return nn.ModuleDict(chunks)
 
 

@@ -8,20 +8,23 @@ weight may be off by two steps.
 import contextlib
 import gc
 import io
+import json
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 
+import megatron
 from megatron import program
 from megatron.config import Config
 from megatron.data.datasets import build_datasets
+from megatron.data.sampler import make_micro_batch
 from megatron.engine.optimizer_state import optimizer_state
 from megatron.errors import ConfigError, DataError
 from tests.helpers.launching import ROOT, launch
 from tests.helpers.processes import run_processes
-from tests.helpers.tiny import MODEL, records, values
+from tests.helpers.tiny import MODEL, one_stage, records, values
 from tests.helpers.training import STEPS, assemble, train_plainly
 from tests.parity.cases import layout, train
 from tools import plan
@@ -175,6 +178,37 @@ def test_each_is_dry_run_and_planned(name, planned):
         assert (extended == plain) == (name == "data")
 
 
+@pytest.mark.slow
+def test_a_model_with_a_layer_of_ones_own_is_opened_by_every_tool(tmp_path):
+    """The loss of tools/evaluate.py on two ranks is that of the model in this process."""
+    saved = str(tmp_path / "saved")
+    pieces = ["--pieces", FILES["layer"]]
+    tokenizer = ["--mock-data", "--tokenizer-type", "NullTokenizer"]
+    good(launch(1, [*TINY, *tokenizer, *pieces, "--save", saved]))
+    with pytest.raises(ConfigError, match="ParallelLayer"):
+        megatron.load_model(saved)
+    trained = megatron.load_model(saved, pieces=FILES["layer"])
+    ids = [256, *range(40, 60)]  # the first separates documents
+    batch = make_micro_batch(np.array([ids]))
+    with torch.no_grad():
+        logits = trained.chunks["0"].logits(batch, None)[:, 0, :257]
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])).item()
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(map(str, ids[1:])))
+    load = ["--load", saved, *pieces]
+    flags = [*load, "--text", str(text), "--format", "json", "--tensor-model-parallel-size", "2"]
+    good(outcomes := launch(2, flags, script="tools/evaluate.py"))
+    result = next(line for line in outcomes[0].output.splitlines() if line.startswith("{"))
+    assert json.loads(result)["loss"] == pytest.approx(expected, rel=1e-5)
+    words = ["--prompt", "40 41", "--tokens", "3"]
+    good(launch(1, [*load, *words], script="tools/generate_text.py"))
+    (outcome,) = launch(1, ["--load", saved, *words], script="tools/generate_text.py")
+    assert outcome.code == 2 and "ParallelLayer" in outcome.output
+    words = [saved, str(tmp_path / "hf"), "--to", "hf", *pieces]
+    (outcome,) = launch(1, words, script="tools/convert_checkpoint.py")
+    assert outcome.code == 2 and "layers.0.dense.weight" in outcome.output
+
+
 TOLD = """
 import megatron
 
@@ -198,8 +232,12 @@ class Second(megatron.Callback):
     def figures(self, run):
         return {"scalars": {"second": 2.5}}
 
+def rate(iterations, samples, tokens, settings):
+    assert (samples, tokens) == (8 * iterations, 256 * iterations)
+    return settings.lr / (1 + iterations)
+
 if __name__ == "__main__":
-    megatron.main(callbacks=[Tell(), Second()])
+    megatron.main(callbacks=[Tell(), Second()], learning_rate=rate)
 """
 
 
@@ -214,8 +252,8 @@ def test_callbacks_of_a_script_of_ones_own_hear_of_a_run_on_every_rank(tmp_path)
         assert outcome is not None
         (events,) = [line for line in outcome.output.splitlines() if line.startswith("told:")]
         assert events == "told: start, step 1, step 2, log 2, step 3, log 3, save 3, end"
-    shown = values(records(tmp_path / "saved")["iteration"], "scalars")
-    assert shown == [({"seen": 3, "second": 2.5},), ({"seen": 5, "second": 2.5},)]
+    shown = values(records(tmp_path / "saved")["iteration"], "scalars", "learning_rate")
+    assert shown == [({"seen": 3, "second": 2.5}, 5e-4), ({"seen": 5, "second": 2.5}, 1e-3 / 3)]
     assert outcomes[0] is not None and "your own callback 2: __main__.Second" in outcomes[0].output
 
 
@@ -232,6 +270,12 @@ def test_pieces_that_cannot_serve_are_refused():
 
     with pytest.raises(ConfigError, match="'rows'"):
         optimizer_state(config.with_pieces(optimizer=Factored))
+
+    def plain(context, config, index):
+        return torch.nn.Linear(16, 16)
+
+    with pytest.raises(ConfigError, match=r"layers\.0\.weight"):
+        one_stage(config.with_pieces(layer=plain))
     short = config.with_pieces(
         datasets=lambda config, *counts: ([np.arange(4)] * counts[0], None, None)
     )

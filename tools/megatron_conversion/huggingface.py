@@ -40,11 +40,12 @@ from megatron.checkpoint.huggingface_save import (
     write_model,
 )
 from megatron.checkpoint.load import read_tensor, require_kind
-from megatron.checkpoint.settings import plain
+from megatron.checkpoint.settings import pieces_of_model, plain
 from megatron.checkpoint.shards import Stored, incomplete, named, read_stored
 from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.checkpoint.tensors import KEPT, MASTER
 from megatron.config import Config
+from megatron.config.pieces import PLAIN
 from megatron.config.settings import all_options
 from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.topology import Topology
@@ -228,12 +229,17 @@ def _masters(
 
 
 def read_checkpoint(
-    directory: Path, tag: str | None, chosen: Mapping[str, Any], kind: str = MASTER
+    directory: Path,
+    tag: str | None,
+    chosen: Mapping[str, Any],
+    kind: str = MASTER,
+    pieces: str | None = None,
 ) -> Outgoing:
     """Read one of our checkpoints, without the tensors.
 
     chosen   settings to replace, such as the path of a tokenizer that was moved
     kind     MASTER: the weights; AVERAGE: their average
+    pieces   file of the user's own layer or model, if the model has the built-in parameters
 
     Raises CheckpointError if the checkpoint is missing, damaged, or lacks parameters or their
     average. Raises ConfigError for invalid settings.
@@ -247,6 +253,17 @@ def read_checkpoint(
         settings |= checkpoint.config.get(section, {})
     config = Config.create(**_known({**settings, **chosen}))
     shapes = stored_shapes(config)
+    own = pieces_of_model(checkpoint.config, pieces, checkpoint.folder)
+    notes = []
+    if own != PLAIN:
+        all_shapes = stored_shapes(config.with_pieces(layer=own.layer, model=own.model))
+        where = ", ".join(own.describe().values())
+        if differing := [n for n, _ in sorted(all_shapes.items() ^ shapes.items())]:
+            raise ConfigError(
+                f"Hugging Face has no names for parameters of {where}: {named(differing)}. Read the "
+                "model with megatron.load_model(FOLDER, pieces=FILE)"
+            )
+        notes.append(f"config.json is that of the built-in layers: transformers needs {where}")
     require_kind(checkpoint, kind)
     stored = read_stored(checkpoint.manifest, [_key(name, kind) for name in shapes])
     wrong = incomplete(stored) + [
@@ -261,7 +278,7 @@ def read_checkpoint(
     # None: in fp32, in which muP's factors are multiplied
     dtype = None if config.model.use_mup else getattr(torch, config.precision.dtype_name)
     load = partial(_parameter, checkpoint.folder, stored, kind, dtype)
-    return Outgoing(checkpoint.folder, config, shapes, load)
+    return Outgoing(checkpoint.folder, config, shapes, load, notes)
 
 
 def _parameter(

@@ -57,6 +57,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="use the averaged weights of a run trained with --ema-decay",
     )
+    parser.add_argument(
+        "--pieces",
+        metavar="FILE",
+        help="Python file that lists your own layer or model, if it was trained with one "
+        "(docs/extending.md)",
+    )
     for size, help_text in _SIZES.items():
         parser.add_argument(
             f"--{size}", type=integer(), default=1, metavar="N", help=f"{help_text} (default: 1)"
@@ -114,7 +120,8 @@ def run_with_model(
         from megatron.training.run.identity import file_digests
 
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
-        alike = {"flags": vars(args), "files": file_digests(files)}
+        pieces = [] if args.pieces is None else [args.pieces]
+        alike = {"flags": vars(args), "files": file_digests([*files, *map(Path, pieces)])}
         rendezvous = connect(launch, timeout, alike=alike)
         try:
             trained = _load(args, launch, rendezvous.device, changed)
@@ -156,6 +163,7 @@ def _load(
         tag=args.load_tag,
         allow_older=args.allow_older,
         ema=args.ema,
+        pieces=args.pieces,
         **{name: getattr(args, name) or None for name in _TOKENIZER_FILES},
         **changed,
     )

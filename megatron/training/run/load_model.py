@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config import Config
 from megatron.config.io import hugging_face_folder
+from megatron.config.pieces import Pieces
 from megatron.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def load_model(
     tag: str | int | None = None,
     allow_older: bool = False,
     ema: bool = False,
+    pieces: Pieces | str | None = None,
     **settings: object,
 ) -> Trained:
     """Load the newest checkpoint of a --save folder, or the model of hf:FOLDER.
@@ -65,6 +67,8 @@ def load_model(
     allow_older  whether to load the previous checkpoint if the newest is damaged; .loaded.rejected
                  lists the damaged ones
     ema          whether to load the average of the weights (--ema-decay) instead of the weights
+    pieces       the layer and model of your own with which it was trained: megatron.Pieces, or the
+                 file of --pieces
     settings     settings that override the checkpoint's, by their names in the configuration, such
                  as bf16=True (fp32 by default) or tokenizer_model="moved.model"; None: no change
 
@@ -88,7 +92,7 @@ def load_model(
     if ema and hugging_face_folder(str(folder)) is not None:
         raise ConfigError(f"{folder} has one model and no average of its weights: remove --ema")
     topology = topology or Topology.create(device=select_device(Launch()))
-    config = _config(folder, topology, tag, settings)
+    config = _config(folder, topology, tag, pieces, settings)
     if topology.world.size > 1:
         read = file_digests(inputs(config.replace(load=str(folder))))
         if problem := compare({"settings": config.to_dict(), "files": read}, topology.world):
@@ -118,12 +122,13 @@ def _config(
     folder: str | os.PathLike[str],
     topology: Topology,
     tag: str | int | None,
+    pieces: Pieces | str | None,
     settings: dict[str, object],
 ) -> Config:
     """Return the checkpoint's settings with the topology's layout, in fp32 unless overridden."""
     from megatron.checkpoint.find import find_folder, open_checkpoint
     from megatron.checkpoint.huggingface_config import read_model, tokenizer_settings
-    from megatron.checkpoint.settings import plain
+    from megatron.checkpoint.settings import pieces_of_model, plain
 
     source = hugging_face_folder(str(folder))
     if source is None:
@@ -149,4 +154,6 @@ def _config(
         "context_parallel_size": topology.context.size,
         **{name: value for name, value in settings.items() if value is not None},
     }
-    return Config.create(**{name: value for name, value in combined.items() if value is not None})
+    known = {name: value for name, value in combined.items() if value is not None}
+    of_model = pieces_of_model(stored, pieces, folder)
+    return Config.create(**known).with_pieces(layer=of_model.layer, model=of_model.model)

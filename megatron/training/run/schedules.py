@@ -46,6 +46,7 @@ from megatron.model.formulas import flops_per_token_of, parameters_of
 if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.config.training import BatchConfig, OptimizerConfig
+    from megatron.protocols import LearningRate
 
 
 @dataclass(frozen=True)
@@ -411,6 +412,26 @@ class PhaseSchedule:
         return f"{', '.join(texts)} {self.unit}"
 
 
+@dataclass(frozen=True)
+class OwnRate(PhaseSchedule):
+    """The user's own learning rate (protocols.LearningRate); raises ConfigError for bad values."""
+
+    function: LearningRate
+    settings: OptimizerConfig
+
+    def at(self, iteration: int = 0, samples: int = 0, tokens: int = 0) -> float:
+        value = self.function(iteration, samples, tokens, self.settings)
+        if not (isinstance(value, int | float) and 0 <= value < math.inf):
+            raise ConfigError(
+                f"your own learning rate is {value!r} after {iteration} iterations, {samples} "
+                f"samples and {tokens} tokens: return a finite number of at least 0"
+            )
+        return float(value)
+
+    def __str__(self) -> str:
+        return "of your own"
+
+
 def _constant(value: float, begin: float = 0.0) -> Piece:
     return Piece("constant", begin, math.inf, value, value)
 
@@ -483,6 +504,8 @@ def learning_rate(config: Config) -> PhaseSchedule:
     megatron.config checks the rest.
     """
     o = config.optimizer
+    if config.pieces.learning_rate is not None:
+        return OwnRate((), "iterations", config.pieces.learning_rate, o)
     lr = float(o.lr)
     low = float(o.min_lr)
     style = o.lr_decay_style

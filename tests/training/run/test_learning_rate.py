@@ -218,3 +218,15 @@ def test_phases_replace_the_decay_of_a_preset():
     assert learning_rate(Config.from_dict(config.to_dict())).at(99) == config.optimizer.lr
     with pytest.raises(ConfigError, match="--lr-decay-style cosine"):
         config.replace(lr_decay_style="cosine")
+
+
+def test_a_learning_rate_of_ones_own_takes_the_place_of_the_schedule():
+    own = tiny(lr=1.0).with_pieces(learning_rate=lambda n, samples, tokens, o: o.lr * n / tokens)
+    at = Progress(iteration=9, scheduled_iterations=4, scheduled_samples=32, scheduled_tokens=512)
+    assert Schedules.from_config(own).at(at).lr == 4 / 512
+    for bad in (math.nan, -1.0, None):
+        wrong = tiny(lr=1.0).with_pieces(learning_rate=lambda *_, bad=bad: bad)
+        with pytest.raises(ConfigError, match=str(bad)):
+            Schedules.from_config(wrong).at(at)
+    with pytest.raises(ConfigError, match="104"):
+        tiny(lr_decay_iters=104).with_pieces(learning_rate=lambda *_: 1.0)
