@@ -33,8 +33,8 @@ _OF_TRAINING = frozenset(
     """
     seq_length max_position_embeddings make_vocab_size_divisible_by logit_z_loss attention_dropout
     hidden_dropout fp32_residual_connection apply_query_key_layer_scaling attention_softmax_in_fp32
-    weight_decay_on_xielu_alphas
-    init_method_std init_method_xavier_uniform mup_attn_scale_power moe_use_upcycling
+    weight_decay_on_xielu_alphas mtp_loss_scaling_factor init_method_std init_method_xavier_uniform
+    mup_attn_scale_power moe_use_upcycling
     moe_shared_expert_overlap moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_bias_update_rate moe_input_jitter_eps moe_expert_capacity_factor
     moe_eval_capacity_factor moe_token_drop_policy moe_router_force_load_balancing

@@ -97,7 +97,8 @@ class Config(Sections):
     @property
     def loss_components(self) -> tuple[str, ...]:
         """Return the names of what the training loss reports beside its value."""
-        return self.pieces.loss_components
+        depths = range(1, self.model.mtp_num_layers + 1)  # Megatron-LM's names
+        return (*self.pieces.loss_components, *(f"mtp_{k} loss" for k in depths))
 
     @property
     def loss_name(self) -> str:

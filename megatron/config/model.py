@@ -295,6 +295,16 @@ class ModelConfig:
         metavar="N",
         derived="all layers have the window",
     )
+    mtp_num_layers: int = option(
+        0,
+        "Multi-token prediction: number of layers after the last one, each of which also learns to "
+        "predict a token one position later (DeepSeek-V3). Only training uses them.",
+        Range(0, 64),
+        flags="--mtp-num-layers --num-nextn-predict-layers",
+    )
+    mtp_loss_scaling_factor: float = option(
+        0.1, "Factor applied to the mean of the losses of multi-token prediction.", Range(0, 1e3)
+    )
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer its own weights."
     )
@@ -762,8 +772,17 @@ class ModelConfig:
             num_key_value_heads=self.mup_base_num_key_value_heads,
         )
 
+    @property
+    def embeds_on_last_stage(self) -> bool:
+        """Return whether the last stage needs the word embedding, as output layer or input."""
+        return not self.untie_embeddings_and_output_weights or self.mtp_num_layers > 0
+
     def window(self, layer: int) -> int | None:
-        """Return how many earlier keys a query in `layer` (counted from 0) sees; None: all."""
+        """Return how many earlier keys a query in `layer` (counted from 0) sees; None: all.
+
+        Layers of multi-token prediction, which follow the last one, are like it.
+        """
+        layer = min(layer, self.num_layers - 1)
         if self.window_size is None or self.window_size[0] < 0:
             return None
         skip = self.window_attn_skip_freq
@@ -772,17 +791,19 @@ class ModelConfig:
         return self.window_size[0]
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether a layer (counted from 0) has experts instead of an MLP."""
+        """Return whether a layer, counted as in `window`, has experts instead of an MLP."""
+        layer = min(layer, self.num_layers - 1)
         freq = self.moe_layer_freq
         if self.num_experts is None:
             return False
         return bool(freq[layer]) if len(freq) > 1 else layer % freq[0] == 0
 
     def layer_kind(self, layer: int) -> LayerKind:
-        """Return the settings of a layer, counted from 0, that other layers may have differently.
+        """Return the settings of a layer, counted as in `window`, that may differ between layers.
 
         --no-rope-freq and --rotary-local-base change RoPE in some layers.
         """
+        layer = min(layer, self.num_layers - 1)
         freq = self.linear_attention_freq
         linear = freq is None or (freq[layer] if len(freq) > 1 else (layer + 1) % (freq[0] or 1))
         windowed = self.window(layer) is not None

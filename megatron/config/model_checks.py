@@ -27,6 +27,22 @@ def _positions(config: Sections) -> Problems:
         )
 
 
+@check("position_embedding_type", "mtp_num_layers")
+def _later_tokens(config: Sections) -> Problems:
+    model = config.model
+    learned = model.position_embedding_type == "learned_absolute"
+    if model.mtp_num_layers and (learned or model.embedding_layernorm):
+        other = "position_embedding_type" if learned else "embedding_layernorm"
+        yield (
+            f"--mtp-num-layers {model.mtp_num_layers} embeds tokens on the last stage, which does "
+            f"not have what {all_options()[other].written(config.get(other))} adds to them: use "
+            "--position-embedding-type rope, and no --embedding-layernorm"
+        )
+    factor = all_options()["mtp_loss_scaling_factor"]
+    if not model.mtp_num_layers and model.mtp_loss_scaling_factor != factor.default:
+        yield f"{factor.written(model.mtp_loss_scaling_factor)} needs --mtp-num-layers N"
+
+
 @check("position_embedding_type", "kv_channels", "rotary_percent")
 def _rotary_width(config: Sections) -> Problems:
     model = config.model

@@ -223,6 +223,11 @@ def piece_problems(
     cuda_graph_impl: str | None, pieces: Pieces, explicit: Mapping[str, object]
 ) -> Problems:
     """Yield problems of the user's own pieces with the settings that were set explicitly."""
+    if pieces.loss is not None and explicit.get("mtp_num_layers"):
+        yield (
+            f"your own loss ({pieces.describe()['loss']}) does not include the losses of "
+            f"--mtp-num-layers {explicit['mtp_num_layers']}: leave one of them out"
+        )
     beside = [name for name in explicit if name.startswith(_RATE_FLAGS)]
     if pieces.learning_rate is not None and beside:
         yield (
@@ -271,6 +276,7 @@ def _captured_passes(config: Sections) -> Problems:
             f"with dropout {masks}",
             "--hidden-dropout 0.0",
         ),
+        (model.mtp_num_layers, "mtp_num_layers", "the output of a graph is one loss", ""),
         (packed, "data_packing", documents, "--data-packing concat"),
         (
             config.data.reset_attention_mask and not packed,

@@ -59,7 +59,7 @@ def take_figures(
     kinds = zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, strict=True)
     names = [LOSS_NAMES[kind] for kind, factor in kinds if factor] + ["z_loss"]
     experts = model.num_experts or 0
-    layers = model.num_layers
+    layers = model.num_layers + model.mtp_num_layers
     table = torch.zeros(
         layers, experts + len(names) + 3, dtype=torch.float64, device=topology.device
     )

@@ -123,14 +123,15 @@ def total_parameters(model: ModelConfig, active: bool = False) -> int:
     learned = model.position_embedding_type == "learned_absolute"
     total = words + (model.max_position_embeddings * h if learned else 0)
     total += (2 if model.embedding_layernorm else 1) * width * h
-    for i in range(model.num_layers):
+    total += model.mtp_num_layers * (2 * h * h + 3 * width * h)  # projection and norms
+    for i in range(model.num_layers + model.mtp_num_layers):
         count, outputs = _experts(model, i, active)
         biases = count * ((2 if model.gated else 1) * outputs + h)
         total += layer + layer_matrices(model, i, active) + bias * biases
         total += _attention_vectors(model, i)
         if model.num_experts is not None and model.has_experts(i) and model.moe_router_bias:
             total += model.num_experts
-    total += 2 * int(model.xielu) * model.num_layers
+    total += 2 * int(model.xielu) * (model.num_layers + model.mtp_num_layers)
     return total
 
 
@@ -211,10 +212,14 @@ def _mean_over_layers(model: ModelConfig, flops: Callable[[ModelConfig, int], fl
 def model_flops_per_token(model: ModelConfig) -> float:
     """Return the FLOPs of one token's forward and backward pass, without recomputation.
 
-    The backward pass takes twice as many as the forward pass. The logits take 2 h V of the latter.
+    The backward pass takes twice as many as the forward pass. The logits take 2 h V of the latter,
+    and so they do again in each layer of multi-token prediction, with a projection of 4 h h.
     """
     head = 2.0 * model.hidden_size * _vocab(model)
-    return 3.0 * (model.num_layers * _mean_over_layers(model, layer_flops) + head)
+    layers = model.num_layers * _mean_over_layers(model, layer_flops)
+    projection = 4.0 * model.hidden_size * model.hidden_size
+    later = layer_flops(model, model.num_layers) + projection + head
+    return 3.0 * (layers + head + model.mtp_num_layers * later)
 
 
 def recompute_flops_per_token(

@@ -39,6 +39,7 @@ from megatron.layers.vocabulary import (
     vocabulary_loss,
 )
 from megatron.model.loss import LossInputs, mean_with_components
+from megatron.model.mtp import AddLosses, PredictionDepth, ahead, mask_ahead
 from megatron.model.stages import assign_layers, recomputed_groups
 from megatron.parallel.keyed_random import DropoutKey, Site
 from megatron.parallel.layout import Layout
@@ -98,7 +99,8 @@ class GPTChunk(nn.Module):
 
         tied = not model.untie_embeddings_and_output_weights
         if self.is_first:
-            self.word_embeddings = VocabParallelEmbedding(context, vocabulary(tied=tied))
+            both_ends = model.embeds_on_last_stage
+            self.word_embeddings = VocabParallelEmbedding(context, vocabulary(tied=both_ends))
             if model.embedding_layernorm:
                 self.embedding_layernorm = norm("embedding_layernorm")
             if model.position_embedding_type == "learned_absolute":
@@ -117,6 +119,14 @@ class GPTChunk(nn.Module):
                 self.output_weight = tied_weight
             else:
                 self.output_weight = vocabulary(tied=True)
+            depths = range(model.num_layers, model.num_layers + model.mtp_num_layers)
+            self.mtp = nn.ModuleList(PredictionDepth(context, config, i) for i in depths)
+            if depths:
+                here: Any = self.word_embeddings.weight if self.is_first else tied_weight
+                table = self.output_weight if tied else here
+                self.mtp_embeddings = VocabParallelEmbedding(
+                    context, vocabulary(tied=True) if table is None else table
+                )
             own_loss = config.pieces.loss
             # A tuple, because a teacher's parameters are not the model's.
             self._own_loss = (own_loss(config, context),) if own_loss is not None else ()
@@ -132,7 +142,10 @@ class GPTChunk(nn.Module):
         if not self.is_last:
             return hidden
         assert batch.labels is not None and batch.loss_mask is not None
-        x = self._outputs(hidden)
+        normed = self.final_layernorm(hidden)
+        x = self._scaled(normed)
+        if self.training and self.mtp:
+            return self._with_later_tokens(batch, normed, x, late_loss)
         mask = batch.loss_mask
         count = None
         if (context_parallel := self.context.context_parallel) is not None:
@@ -146,6 +159,29 @@ class GPTChunk(nn.Module):
             names = self.config.loss_components
             return mean_with_components(losses, components, names, mask, count)
         return vocabulary_loss(x, labels, mask, self._vocabulary(), late_loss, count)
+
+    def _with_later_tokens(
+        self, batch: MicroBatch, normed: Tensor, x: Tensor, late_loss: bool
+    ) -> Tensor:
+        """Return the loss, to whose gradient those of later tokens are added, and these [1 + k]."""
+        model = self.config.model
+        call = self._call(batch, None)
+        vocabulary = self._vocabulary()
+        ranks = 1 if self.context.context_parallel is None else self.context.context_parallel.size
+        values = x.new_empty(1 + len(self.mtp), dtype=torch.float32)
+        losses = []
+        for k, depth in enumerate((None, *self.mtp)):
+            if depth is not None:
+                embedded = self.mtp_embeddings(self.context.cut(ahead(batch.labels, k - 1)))
+                normed = depth(self._embedding_scaled(embedded), normed, call)
+                x = self._scaled(normed)
+            mask = mask_ahead(batch.loss_mask, k, batch.cu_seqlens)
+            count = mask.sum().clamp(min=1.0) / ranks
+            labels, mask = (self.context.cut(y).t() for y in (ahead(batch.labels, k), mask))
+            out = values[k]
+            losses.append(vocabulary_loss(x, labels, mask, vocabulary, late_loss, count, out))
+        factor = model.mtp_loss_scaling_factor / len(self.mtp)
+        return AddLosses.apply(values, [1.0] + [factor] * len(self.mtp), *losses)
 
     def token_losses(self, batch: MicroBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return, on the last stage, each label's loss and whether the label is greedy, as [b, s].
@@ -172,9 +208,10 @@ class GPTChunk(nn.Module):
         calls = [(m, list(m.parameters())) for m in (*embeddings, *self.layers) if m is not None]
         # the norm is called right before the product with the output weight, which no module owns
         if self.is_last:
-            calls.append(
-                (self.final_layernorm, [*self.final_layernorm.parameters(), self.output_weight])
-            )
+            later = (m for m in (self.mtp, getattr(self, "mtp_embeddings", None)) if m is not None)
+            after = [self.output_weight, *(p for m in later for p in m.parameters())]
+            after = list(dict.fromkeys(after))
+            calls.append((self.final_layernorm, [*self.final_layernorm.parameters(), *after]))
         return calls
 
     def logits(
@@ -197,7 +234,9 @@ class GPTChunk(nn.Module):
 
     def _outputs(self, hidden: Tensor) -> Tensor:
         """Return the output layer's input, multiplied by the factors on the output scores."""
-        x: Tensor = self.final_layernorm(hidden)
+        return self._scaled(self.final_layernorm(hidden))
+
+    def _scaled(self, x: Tensor) -> Tensor:
         model = self.config.model
         scale = (model.mup_output_mult or 1.0) / (model.logits_scaling or 1.0)
         return x if scale == 1.0 else x * scale
@@ -205,6 +244,13 @@ class GPTChunk(nn.Module):
     def _hidden(
         self, batch: MicroBatch, hidden: Tensor | None, cache: KeyValueCache | None = None
     ) -> Tensor:
+        call = self._call(batch, cache)
+        if self.is_first:
+            hidden = self._embed(batch, call)
+        assert hidden is not None, f"stage {self.stage} needs the previous stage's hidden states"
+        return self._run_layers(hidden, call)
+
+    def _call(self, batch: MicroBatch, cache: KeyValueCache | None) -> CallContext:
         dropout = None
         documents = None
         if self.training:
@@ -220,11 +266,7 @@ class GPTChunk(nn.Module):
         restart = documents is not None or self.config.data.reset_position_ids
         explicit = restart if cache is None else cache.used > 0
         ids = self.context.cut(batch.position_ids) if explicit else None
-        call = CallContext(ids, documents, dropout, cache, batch.padding)
-        if self.is_first:
-            hidden = self._embed(batch, call)
-        assert hidden is not None, f"stage {self.stage} needs the previous stage's hidden states"
-        return self._run_layers(hidden, call)
+        return CallContext(ids, documents, dropout, cache, batch.padding)
 
     def _embed(self, batch: MicroBatch, call: CallContext) -> Tensor:
         assert batch.tokens is not None
@@ -234,20 +276,25 @@ class GPTChunk(nn.Module):
         if (context_parallel := self.context.context_parallel) is not None and ids is None:
             ids = context_parallel.positions(batch.tokens.shape[1], tokens.device).unsqueeze(0)
         hidden = self.word_embeddings(tokens)  # [s(/tp), b, h]
+        hidden = self._embedding_scaled(hidden, tokens.shape[1], ids)
+        seed, row_layout = call.hidden_mask(hidden, EMBEDDING_LAYER, Site.EMBEDDING, self.context)
+        return keyed_dropout(
+            hidden, model.hidden_dropout, seed, self.context.fusions.bias_dropout, row_layout
+        )
+
+    def _embedding_scaled(
+        self, hidden: Tensor, length: int = 0, ids: Tensor | None = None
+    ) -> Tensor:
+        model = self.config.model
         if model.embedding_scale is not None:
             hidden = hidden * model.embedding_scale
         if model.embedding_layernorm:
             hidden = self.embedding_layernorm(hidden)
         if model.position_embedding_type == "learned_absolute":
-            hidden = hidden + self.position_embeddings(tokens.shape[1], ids)
+            hidden = hidden + self.position_embeddings(length, ids)
         if model.mup_embedding_mult != 1.0:
             hidden = hidden * model.mup_embedding_mult
-        if model.fp32_residual_connection:
-            hidden = hidden.float()
-        seed, row_layout = call.hidden_mask(hidden, EMBEDDING_LAYER, Site.EMBEDDING, self.context)
-        return keyed_dropout(
-            hidden, model.hidden_dropout, seed, self.context.fusions.bias_dropout, row_layout
-        )
+        return hidden.float() if model.fp32_residual_connection else hidden
 
     def _run_layers(self, hidden: Tensor, call: CallContext) -> Tensor:
         """Run all layers of the stage; some may be recomputed in the backward pass."""

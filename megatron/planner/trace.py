@@ -87,11 +87,13 @@ def trace(config: Config, device: str) -> Trace:
     traced = _traces.get(key)
     if traced is None:
         plain = dataclasses.replace(config, recompute=RecomputeConfig())
-        kinds, _ = kinds_of_layers(config.model)
+        kinds, of_layer = kinds_of_layers(config.model)
+        # layers of multi-token prediction are like the last one
+        head = _with_layers(plain, kinds[of_layer[-1]]) if config.model.mtp_num_layers else plain
         traced = _traces[key] = Trace(
             _traced_module(plain, "embedding", device),
             tuple(_layers(config, device, kind) for kind in kinds),
-            _traced_module(plain, "head", device),
+            _traced_module(head, "head", device),
         )
     return traced
 
@@ -108,11 +110,16 @@ def _layers(
     config: Config, device: str, kind: LayerKind
 ) -> tuple[TracedModule, TracedModule | None]:
     """Trace a layer of this kind, and with full recomputation also the same layer recomputed."""
-    config = dataclasses.replace(config, model=config.model.of_kind(kind))
+    config = _with_layers(config, kind)
     if config.recompute.recompute_granularity != "full":
         return _traced_module(config, "layer", device), None
     plain = dataclasses.replace(config, recompute=RecomputeConfig())
     return _traced_module(plain, "layer", device), _traced_module(config, "layer", device)
+
+
+def _with_layers(config: Config, kind: LayerKind) -> Config:
+    """Return a configuration all of whose layers are of one kind."""
+    return dataclasses.replace(config, model=config.model.of_kind(kind))
 
 
 _traces: dict[tuple[Any, ...], Trace] = {}
@@ -169,9 +176,8 @@ def that_counts(config: Config, kind: str) -> Config:
         world_size=parallel.tensor_model_parallel_size * ranks,
         data_parallel_size=ranks // context,
     )
-    pieces = Pieces(
-        layer=config.pieces.layer if kind == "layer" else None, model=config.pieces.model
-    )
+    has_layer = kind == "layer" or (kind == "head" and config.model.mtp_num_layers)
+    pieces = Pieces(layer=config.pieces.layer if has_layer else None, model=config.pieces.model)
     return Config(**sections, explicit={}, origins={}, pieces=pieces)
 
 

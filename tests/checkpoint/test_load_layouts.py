@@ -45,7 +45,9 @@ MODEL = dict(
 )
 # fewer key and value heads than tensor ranks, which share them; with biases, and few bytes
 MULTI_QUERY = dict(BASE, num_layers=2, global_batch_size=4, num_key_value_heads=1)
-TIED = dict(BASE, num_layers=4, global_batch_size=4)
+TIED = dict(
+    BASE, num_layers=4, global_batch_size=4, position_embedding_type="rope", mtp_num_layers=1
+)
 EXPERTS = dict(
     MODEL,
     num_experts=4,

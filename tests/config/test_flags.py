@@ -59,6 +59,8 @@ SETTINGS = """
 --parallel-residual two_norms
 --final-logit-softcapping 30.0
 --logit-z-loss 0.0001
+--mtp-num-layers 1
+--mtp-loss-scaling-factor 0.3
 --z-loss-strength 0.0001 => logit_z_loss 0.0001
 --embedding-scale 8.0
 --input-embeddings-multiplier 8.0 => embedding_scale 8.0
@@ -530,7 +532,7 @@ REFUSED = """
 --curriculum-learning => --rampup-batch-size
 --eval-only true => --skip-train
 --o-lora-rank 7 => --multi-latent-attention
---mtp-num-layers 1 => remove
+--mtp-layer-type 2 => remove
 --attention-head-type multigroup => --num-query-groups
 --main-params-dtype fp16 => fp32
 --muon-tp-mode blockwise => whole
@@ -623,6 +625,7 @@ BESIDE = """
     --moe-input-jitter-eps --moe-expert-capacity-factor --moe-train-capacity-factor --moe-eval-capacity-factor \
     --moe-router-topk --moe-router-topk-scaling-factor --moe-router-pre-softmax --moe-router-score-function \
     --moe-router-bias-update-rate --moe-token-drop-policy --moe-per-layer-logging => --num-experts 8
+--mtp-loss-scaling-factor => --mtp-num-layers 1 --position-embedding-type rope
 --topk => --num-experts 8 --moe-router-pre-softmax
 --moe-shared-expert-intermediate-size => --num-experts 8 --disable-bias-linear
 --moe-shared-expert-gate --moe-shared-expert-overlap => --num-experts 8 --moe-shared-expert-intermediate-size \
@@ -635,7 +638,8 @@ BESIDE = """
 --mup-base-hidden-size --mup-base-num-layers --mup-base-ffn-hidden-size --mup-base-head-dim \
     --mup-base-num-attention-heads --mup-base-num-key-value-heads --mup-base-num-query-groups \
     --mup-embedding-mult --mup-output-mult --mup-attn-scale-power => --use-mup
---rotary-interleaved --rope-scaling --use-rope-scaling --no-rope-freq => --position-embedding-type rope
+--rotary-interleaved --rope-scaling --use-rope-scaling --no-rope-freq --mtp-num-layers => \
+    --position-embedding-type rope
 --rotary-local-base => --position-embedding-type rope --window-size 5
 --rope-scaling-factor --rotary-scaling-factor => --position-embedding-type rope --rope-scaling linear
 --rope-original-positions --yarn-beta-fast --yarn-beta-slow --yarn-attention-factor --mscale --yarn-mscale \

@@ -1,5 +1,6 @@
 """Counts of parameters and operations, against published totals, closed forms and torch."""
 
+import dataclasses
 import math
 
 import pytest
@@ -101,11 +102,12 @@ PAPER = [(48, 6144, 48, 22e9), (96, 12288, 96, 175e9), (128, 25600, 128, 1e12)]
         dict(COMMON, xielu=True),
         dict(COMMON, **LINEAR, qk_layernorm=True),
         dict(COMMON, reglu=True, num_experts=4, moe_router_bias=True),
+        dict(FAMILIES["mixtral"], mtp_num_layers=2),
     ],
     ids=[
         *FAMILIES,
         *("biases of swiglu", "gates and sinks", "latents", "latents of queries, too", "xielu"),
-        *("linear attention", "router bias"),
+        *("linear attention", "router bias", "later tokens"),
     ],
 )
 def test_parameters_of_a_model_that_is_built(fields):
@@ -167,6 +169,14 @@ def test_model_flops_are_those_that_torch_counts(changes):
     model = gpt(3, 32, 4, 24, 40, **changes)
     batch = 2
     assert model_flops_per_token(model) * model.seq_length * batch == plain_gpt_flops(model, batch)
+
+
+def test_later_tokens_take_a_layer_a_projection_and_the_output_layer():
+    """Each depth costs what a model with one more layer does, a projection, and another head."""
+    model = gpt(3, 32, 4, 24, 40, position_embedding_type="rope")
+    deeper = model_flops_per_token(dataclasses.replace(model, num_layers=5))
+    more = 2 * 6 * (2 * 32 * 32 + 32 * 40)
+    assert model_flops_per_token(dataclasses.replace(model, mtp_num_layers=2)) == deeper + more
 
 
 @pytest.mark.parametrize(("layers", "hidden", "heads", "named"), PAPER)

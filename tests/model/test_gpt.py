@@ -11,6 +11,7 @@ from megatron.config import Config
 from megatron.data.sampler import Separation, make_micro_batch
 from megatron.kernels.choose import ALL, Fusions
 from megatron.model.gpt import hidden_state
+from megatron.model.mtp import mask_ahead
 from megatron.parallel.sharding import sharding_of
 from tests.helpers import own_loss
 from tests.helpers.fusions import force
@@ -225,3 +226,55 @@ def test_a_loss_of_ones_own_is_that_of_float64():
     expected[0].backward()
     assert values.tolist() == pytest.approx([x.item() for x in expected], rel=1e-5)
     torch.testing.assert_close(model.output_weight.grad.double(), weight.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("untied", [True, False])
+def test_later_tokens_are_predicted_as_in_the_papers_equations(untied):
+    """Losses and gradients of arXiv 2412.19437, equations 21 to 25, over positions that have them.
+
+    In float64, except for the transformer layer, which other tests compare.
+    """
+    depths = 2
+    model = build(
+        **LLAMA | {"mtp_num_layers": depths, "untie_embeddings_and_output_weights": untied}
+    ).train()
+    mask = (torch.rand(B, S, generator=torch.Generator().manual_seed(1)) > 0.3).float()
+    batch = micro_batch(tokens(), mask)
+    values = model(batch, None)
+    values[0].backward()
+    parameters = [model.word_embeddings.weight, model.mtp[0].projection, model.mtp[1].enorm.weight]
+    gradients = [p.grad.clone() for p in parameters]
+    model.zero_grad()
+
+    def norm(module, x):
+        x = x.double()
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * module.weight.double()
+
+    labels = batch.labels.t()  # labels[i] is token i + 1
+    hidden = norm(model.final_layernorm, model._hidden(batch, None))
+    losses = []
+    for k in range(depths + 1):
+        count = S - k
+        if k:
+            depth = model.mtp[k - 1]
+            embedded = model.word_embeddings.weight[labels[k - 1 : k - 1 + count]]
+            both = norm(depth.enorm, embedded), norm(depth.hnorm, hidden[:count])
+            x = (torch.cat(both, -1) @ depth.projection.double().T).float()
+            hidden = norm(depth.final_layernorm, depth.layer(x, model._call(batch, None)))
+        logits = (hidden @ model.output_weight.double().T)[..., :V].flatten(0, 1)
+        each = cross_entropy(logits, labels[k:].flatten(), reduction="none")
+        in_loss = mask.t()[k:].flatten()
+        losses.append((each * in_loss).sum() / in_loss.sum())
+    (losses[0] + 0.1 * sum(losses[1:]) / depths).backward()
+    assert values.tolist() == pytest.approx([x.item() for x in losses], rel=1e-5)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(gradient, p.grad, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        assert model.eval()(batch, None).item() == pytest.approx(losses[0].item(), rel=1e-5)
+
+
+def test_later_tokens_of_another_document_are_not_in_the_loss():
+    bounds = torch.tensor([0, 4, 6, 12], dtype=torch.int32)
+    mask = torch.tensor([[1.0, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+    assert mask_ahead(mask, 2, bounds).tolist() == [[0, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
+    assert mask_ahead(mask, 2, None).tolist() == [[0, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]]

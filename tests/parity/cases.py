@@ -424,17 +424,22 @@ TOGETHER = [
     (name, size, {"steps": 3 if "poison" in fields else 2, **fields})
     for name, size, fields in TOGETHER
 ]
+MTP = dict(LLAMA, mtp_num_layers=2, mtp_loss_scaling_factor=0.3)
 LOSSES = [
-    layout(**shape, **loss)
-    for loss in (OWN_LOSS,)
+    layout(**{**loss, **shape})
+    for loss in (OWN_LOSS, MTP, {**MTP, "untie_embeddings_and_output_weights": False})
     for shape in (
         dict(tp=2, sp=True, recompute=FULL, micro_batch_size=2),
         dict(tp=2, pp=2, schedule="zb-h1"),
         dict(pp=2, dp=2, schedule="interleaved", zero=2),
-        dict(tp=2, pp=2, sp=True, schedule="v-half", **LLAMA),
+        dict(tp=2, pp=2, sp=True, schedule="v-half"),
         dict(tp=4, cp=2, sp=True, zero=3, vocab_size=17),  # the last rank has no column
         dict(cp=2, dp=2, zero=0, **BF16),
     )
+]
+LOSSES += [
+    experts(2, pp=2, dp=2, steps=2, schedule="zb-h1", **{**BIASED, **MTP}),
+    layout(tp=2, dp=2, sp=True, zero=3, packed=True, hidden_dropout=0.2, **MTP, **DOCUMENTS),
 ]
 CONTEXT = [
     layout(cp=4, recompute=FULL, **LLAMA),

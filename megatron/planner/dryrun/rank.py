@@ -361,7 +361,7 @@ def member(
         yield Topology.create(
             sizes=LayoutSizes.of(config),
             device=torch.device(device),
-            tied_embeddings=not config.model.untie_embeddings_and_output_weights,
+            tied_embeddings=config.model.embeds_on_last_stage,
             flight=flight,
             owners=stage_owners(config),
         )

@@ -211,7 +211,7 @@ def connect_groups(
         sizes=sizes,
         device=rendezvous.device,
         timeout=timeout,
-        tied_embeddings=not config.model.untie_embeddings_and_output_weights,
+        tied_embeddings=config.model.embeds_on_last_stage,
         flight=rendezvous.flight,
         owners=stage_owners(config),
     )
