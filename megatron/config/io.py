@@ -124,6 +124,7 @@ class TokenizerConfig:
         choices="GPT2BPETokenizer SentencePieceTokenizer GPTSentencePieceTokenizer "
         "Llama2Tokenizer HFTokenizer TikTokenizer NullTokenizer",
         value_names="huggingfacetokenizer=HFTokenizer pretrainedfromhf=HFTokenizer "
+        "tokenizerfromfile=HFTokenizer tokenizerfromfilewithfim=HFTokenizer "
         "qwen2tokenizer=HFTokenizer llama3tokenizer=TikTokenizer",
         implies={"llama3tokenizer": {"tiktoken_pattern": "llama3"}},
         hint="use HFTokenizer for any Hugging Face tokenizer, TikTokenizer for the tokenizer.model "
@@ -257,6 +258,42 @@ class DataConfig:
         "without one count. ignore: all tokens of all data sets count. Without this flag, data "
         "with a mask is refused.",
         choices="required optional ignore",
+    )
+    fim_rate: float = option(
+        0.0,
+        "Fill-in-the-middle: probability that a document of the training data is rearranged to "
+        "prefix, suffix, middle, in its share of a sample. --fim-data alone means 0.5.",
+        Range(0, 1),
+        weak_shortcuts={"--fim-data": 0.5},
+    )
+    fim_spm_rate: float = option(
+        0.5, "Share of the rearranged documents that begin with the suffix.", Range(0, 1)
+    )
+    fim_split_sample: str | None = option(
+        None,
+        "Token between the files of a document, which are then rearranged one by one.",
+        metavar="TOKEN",
+    )
+    fim_fragment_rate: float = option(
+        0.5,
+        "Probability that a file is rearranged, in documents that are, with --fim-split-sample.",
+        Range(0, 1),
+        flags="--fim-fragment-rate --fragment-fim-rate",
+    )
+    fim_no_prefix: str | None = option(
+        None, "Leave documents and files that begin with this text as they are.", metavar="TEXT"
+    )
+    fim_prefix_token: str = option("<fim_prefix>", "Token before the prefix.", metavar="TOKEN")
+    fim_middle_token: str = option("<fim_middle>", "Token before the middle.", metavar="TOKEN")
+    fim_suffix_token: str = option("<fim_suffix>", "Token before the suffix.", metavar="TOKEN")
+    fim_pad_token: str = option(
+        "<fim_pad>", "Token that fills samples, outside of the loss.", metavar="TOKEN"
+    )
+    fim_eod_token: str | None = option(
+        None,
+        "Token that ends documents: the tokenizer's.",
+        metavar="TOKEN",
+        derived="the tokenizer's",
     )
     mmap_bin_files: bool = option(True, "Memory-map .bin files.")
 

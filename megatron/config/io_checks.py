@@ -96,6 +96,23 @@ def _packing(config: Sections) -> Problems:
         )
 
 
+@check("fim_rate")
+def _fill_in_the_middle(config: Sections) -> Problems:
+    data = config.data
+    if not data.fim_rate:
+        return
+    kind = config.tokenizer.tokenizer_type
+    if kind in (None, "NullTokenizer"):
+        yield f"--fim-rate {data.fim_rate} needs the text of tokens: use a --tokenizer-type with text"
+    for wrong, other in (
+        (data.mock_data, "--mock-data, which has no text"),
+        (data.data_packing != "concat", f"--data-packing {data.data_packing}"),
+        (data.loss_mask in ("required", "optional"), f"--loss-mask {data.loss_mask}"),
+    ):
+        if wrong:
+            yield f"--fim-rate {data.fim_rate} does not work with {other}: use one of them"
+
+
 @check()
 def _checkpoints(config: Sections) -> Problems:
     save = config.checkpoint.save

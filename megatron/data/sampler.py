@@ -27,6 +27,7 @@ from megatron.errors import DataError
 
 if TYPE_CHECKING:
     from megatron.config.io import DataConfig
+    from megatron.data.fill_in_the_middle import FillInTheMiddle
     from megatron.data.tokenizer_adapters import Tokenizer
 
 Range = tuple[int, int]
@@ -199,6 +200,7 @@ class MicroBatchStream:
     separation        its resets have no effect if the data set separates pieces itself
     device            where `take` puts the micro-batches
     vocab_size        number of valid ids; `take` raises DataError for others. None: no check
+    rearrange         what is done with the documents of each sample
     """
 
     def __init__(
@@ -212,6 +214,7 @@ class MicroBatchStream:
         device: torch.device | str = "cpu",
         num_workers: int = 0,
         vocab_size: int | None = None,
+        rearrange: FillInTheMiddle | None = None,
     ) -> None:
         self.consumed_samples = consumed_samples
         self._dataset = dataset
@@ -221,6 +224,7 @@ class MicroBatchStream:
         self._separation = separation
         self._device = torch.device(device)
         self._vocab_size = vocab_size
+        self._rearrange = rearrange
         self._num_workers = num_workers if dataset is not None else 0
         # These threads end with the process, even during a read that a dead file system never
         # answers; threads of concurrent.futures would block its exit.
@@ -318,7 +322,15 @@ class MicroBatchStream:
                 "entries: the data were written with another tokenizer "
                 f"({dataset.where(index, bad)})"
             )
-        return tokens, segments, marked
+        if self._rearrange is None:
+            return tokens, segments, marked
+        if segments is not None or marked is not None:
+            raise DataError(
+                f"sample {position} has separate pieces or a loss mask, so that its documents cannot "
+                "be rearranged: leave out --fim-rate"
+            )
+        rearranged, filled = self._rearrange(position, tokens)
+        return rearranged, None, filled
 
 
 # --- batch

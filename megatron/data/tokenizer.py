@@ -183,6 +183,10 @@ class LimitedTokenizer(Tokenizer):
     def texts_of(self, count: int) -> list[str]:
         return list(self._process.ask(("texts_of", count), count))
 
+    def id_of(self, name: str) -> int | None:
+        number: int | None = self._process.ask(("id_of", name), len(name))
+        return number
+
     def _encode(self, texts: list[str]) -> list[Int64Array]:
         size = sum(len(text.encode()) for text in texts)
         flat = np.frombuffer(self._process.ask(("encode", texts), size), np.int64)

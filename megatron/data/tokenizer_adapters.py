@@ -140,6 +140,10 @@ class Tokenizer(ABC):
         ranges[:, 0] = np.minimum(ranges[:, 0], before[:-1])
         return list(map(int, ids)), ranges
 
+    def id_of(self, name: str) -> int | None:
+        """Return the id of the token with this name; None if there is none."""
+        return next((i for i, other in self._names.items() if other == name), None)
+
     def texts_of(self, count: int) -> list[str]:
         """Return the text of each of the first `count` ids."""
         return [self.decode([i]) for i in range(min(count, self.vocab_size))]
@@ -284,6 +288,10 @@ class FastTokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def id_of(self, name: str) -> int | None:
+        number: int | None = self._tokenizer.token_to_id(name)
+        return number
 
 
 class GPT2Tokenizer(FastTokenizer):
@@ -443,6 +451,11 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._processor.decode(ids))
+
+    def id_of(self, name: str) -> int | None:
+        number = int(self._processor.piece_to_id(name))  # that of <unk> for other names
+        is_piece = self._processor.id_to_piece(number) == name
+        return number if is_piece else super().id_of(name)
 
 
 def sentence_piece(tokenizer_type: str, path: Path, vocab_extra_ids: int) -> Tokenizer:

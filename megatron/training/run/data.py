@@ -23,6 +23,7 @@ from megatron.config import Config
 from megatron.data import index_cache
 from megatron.data.datasets import Datasets, data_prefixes
 from megatron.data.file_lock import flush_to_disk, temporary_name
+from megatron.data.fill_in_the_middle import FillInTheMiddle
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.indexed_dataset import data_files
 from megatron.data.sampler import MicroBatchStream, Separation, Share, sample_order
@@ -53,14 +54,17 @@ def open_stream(
     left_out: Iterable[Sequence[int]] = (),
     *,
     cyclic: bool = False,
+    rearranged: bool = True,
 ) -> MicroBatchStream:
     """Return this rank's micro-batches of `dataset` after the first `consumed_samples`.
 
     `left_out` has ranges [start, stop) of positions that are skipped. `cyclic` has the effect of
-    --dataloader-type cyclic. The micro-batches have no content if this rank reads no data. Close
-    the stream when done.
+    --dataloader-type cyclic. Documents are `rearranged` for --fim-rate. The micro-batches have no
+    content if this rank reads no data. Close the stream when done. Raises ConfigError for a token
+    of --fim-rate that the tokenizer lacks.
     """
     data = config.data
+    rearrange = FillInTheMiddle.of(config, tokenizer) if rearranged else None
     if not reads_data(config, topology):
         dataset = None
     kind = "cyclic" if cyclic else data.dataloader_type
@@ -73,6 +77,7 @@ def open_stream(
         device=topology.device,
         num_workers=data.num_workers,
         vocab_size=config.model.vocab_size,
+        rearrange=rearrange,
     )
 
 

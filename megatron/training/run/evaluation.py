@@ -208,7 +208,13 @@ def measure(
 
     # cyclic, because the last micro-batches of a corpus may reach beyond its end
     stream = open_stream(
-        run.config, run.topology, dataset, samples.start, run.tokenizer, cyclic=corpus is not None
+        run.config,
+        run.topology,
+        dataset,
+        samples.start,
+        run.tokenizer,
+        cyclic=corpus is not None,
+        rearranged=False,
     )
     run.chunks.eval()
     try:

@@ -1,0 +1,131 @@
+"""Fill-in-the-middle: documents of the training data as prefix, suffix, middle.
+
+A document's text is cut at two random characters, and its middle moves to the end, behind tokens
+that name the three parts (Bavarian et al., arXiv 2207.14255). The parts are tokenized on their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron.config.settings import all_options
+from megatron.data.arrays import Int64Array
+from megatron.errors import ConfigError
+from megatron.parallel.keyed_random import mix, name_key
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+    from megatron.config.io import DataConfig
+    from megatron.data.tokenizer_adapters import Tokenizer
+
+_UNREADABLE = "\ufffd"
+
+
+@dataclass(frozen=True)
+class FillInTheMiddle:
+    """Rearrangement of the documents of a sample, which depends on the sample's position alone.
+
+    The text of a document that begins before the sample, or ends after it, is what the sample has
+    of it. Texts with bytes that are not characters stay as they are: their tokens could not be had
+    back.
+
+    prefix, middle, suffix, pad  ids of these tokens
+    separator                    id of --fim-split-sample
+    """
+
+    data: DataConfig
+    tokenizer: Tokenizer
+    seed: int
+    prefix: int
+    middle: int
+    suffix: int
+    pad: int
+    separator: int | None = None
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: Tokenizer | None) -> FillInTheMiddle | None:
+        """Return the rearrangement that the flags request, or None.
+
+        Raises ConfigError for a token that the tokenizer does not have.
+        """
+        data = config.data
+        if not data.fim_rate:
+            return None
+        assert tokenizer is not None, "the command line was checked"
+
+        def id_of(setting: str) -> int:
+            name = getattr(data, setting)
+            found = tokenizer.id_of(name)
+            if found is None:
+                raise ConfigError(
+                    f"the tokenizer has no token {name!r}: give {all_options()[setting].flag} the "
+                    "name of one of its tokens, or leave out --fim-rate"
+                )
+            return found
+
+        names = ("prefix", "middle", "suffix", "pad")
+        ids = {name: id_of(f"fim_{name}_token") for name in names}
+        if data.fim_eod_token is not None and id_of("fim_eod_token") != tokenizer.eod:
+            raise ConfigError(
+                f"--fim-eod-token {data.fim_eod_token} is not the token that ends a document, "
+                f"{tokenizer.decode([tokenizer.eod])!r}: leave --fim-eod-token out"
+            )
+        separator = None if data.fim_split_sample is None else id_of("fim_split_sample")
+        return cls(data, tokenizer, config.training.seed, **ids, separator=separator)
+
+    def __call__(self, position: int, tokens: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the sample at `position`, and 1 for each of its tokens that is not padding.
+
+        What the additional tokens push beyond the end of the sample is cut off, and a sample that
+        has become shorter is padded, as in Megatron-LM. All are int64 [s + 1].
+        """
+        key = mix(self.seed, name_key("fill in the middle"), position)
+        random = np.random.RandomState(np.array([key & 0xFFFFFFFF, key >> 32]))
+        pieces = list[Int64Array]()
+        for document in _split_behind(tokens, self.tokenizer.eod):
+            whole = len(document) - int(len(document) > 0 and document[-1] == self.tokenizer.eod)
+            pieces += [*self._document(document[:whole], random), document[whole:]]
+        filled = np.concatenate(pieces)[: len(tokens)]
+        result = np.full(len(tokens), self.pad, np.int64)
+        result[: len(filled)] = filled
+        return result, (np.arange(len(tokens)) < len(filled)).astype(np.int64)
+
+    def _document(self, ids: Int64Array, random: np.random.RandomState) -> list[Int64Array]:
+        if self.separator is None or self.separator not in ids:
+            return self._rearranged(ids, self.data.fim_rate, random)
+        if random.random_sample() >= self.data.fim_rate:
+            return [ids]
+        pieces = list[Int64Array]()
+        for file in _split_behind(ids, self.separator):
+            text = len(file) - int(len(file) > 0 and file[-1] == self.separator)
+            pieces += self._rearranged(file[:text], self.data.fim_fragment_rate, random)
+            pieces.append(file[text:])
+        return pieces
+
+    def _rearranged(
+        self, ids: Int64Array, rate: float, random: np.random.RandomState
+    ) -> list[Int64Array]:
+        if not len(ids) or random.random_sample() >= rate:
+            return [ids]
+        text = self.tokenizer.decode(ids.tolist())
+        avoided = self.data.fim_no_prefix
+        if _UNREADABLE in text or (avoided is not None and text.startswith(avoided)):
+            return [ids]
+        low, high = sorted(random.randint(0, len(text) + 1, size=2).tolist())
+        texts = ["", text[:low], text[low:high], text[high:]]
+        encoded = [np.array(one, np.int64) for one in self.tokenizer.encode_batch(texts)]
+        behind = self.tokenizer.behind  # tokens that the tokenizer puts around every text
+        before = len(encoded[0]) - behind
+        prefix, middle, suffix = (one[before : len(one) - behind] for one in encoded[1:])
+        marks = [np.array([i]) for i in (self.prefix, self.suffix, self.middle)]
+        if random.random_sample() < self.data.fim_spm_rate:  # the paper's SPM, variant 2
+            return [marks[0], marks[1], suffix, marks[2], prefix, middle]
+        return [marks[0], prefix, marks[1], suffix, marks[2], middle]
+
+
+def _split_behind(ids: Int64Array, end: int) -> list[Int64Array]:
+    """Return the ids in pieces, each of which but the last ends with `end`."""
+    return np.split(ids, np.flatnonzero(ids == end) + 1)
