@@ -5,6 +5,7 @@ They resolve unchanged, or are refused for the listed reasons.
 
 import math
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -33,9 +34,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def resolve(script):
-    if "json" in script:
-        Path("ds.json").write_text(script["json"])
-    config = parse_args(script["line"].split(), script["processes"])
+    for name, text in {"ds.json": script.get("json", ""), **script.get("files", {})}.items():
+        Path(name).write_text(text)
+    config = parse_args(shlex.split(script["line"]), script["processes"])
     return config, list(config.notices)
 
 
