@@ -5,6 +5,8 @@
            model-00001-of-00007.safetensors ...    several files with its tensors, and
            model.safetensors.index.json            the file of each tensor
            tokenizer.json ...                      files of the tokenizer
+           adapter/                                LoRA's adapters in the format of PEFT, if there
+                                                   are any; the tensors above include them
 
 One rank writes each file, tensor by tensor; several files are written at once. The folder has a
 temporary name until all of it is on disk.
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors.torch import save
 
 from megatron.checkpoint.export import family_of, without_mup
 from megatron.checkpoint.families import FAMILIES, Family
@@ -38,6 +41,7 @@ from megatron.checkpoint.huggingface_config import (
     write_fields,
 )
 from megatron.checkpoint.huggingface_load import (
+    ADAPTER,
     DTYPES,
     INDEX,
     SINGLE,
@@ -50,8 +54,8 @@ from megatron.checkpoint.huggingface_load import (
 from megatron.checkpoint.shared_errors import decided_by_first, errors_on_all_ranks
 from megatron.checkpoint.writer import Alive, SyncedFile, nothing
 from megatron.config import Config
-from megatron.config.io import TokenizerConfig
-from megatron.config.model import EVEN_CHOICES, ModelConfig
+from megatron.config.io import TokenizerConfig, hugging_face_folder
+from megatron.config.model import ADAPTERS, EVEN_CHOICES, ModelConfig
 from megatron.config.option import options_of
 from megatron.data.tokenizer import build_tokenizer
 from megatron.engine.optimizer import persistent_tensors, unique_parameters
@@ -260,6 +264,55 @@ def config_fields(config: Config, companions: Companions, dtype: torch.dtype) ->
     return fields | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
 
 
+# ---- adapters
+
+
+def adapters_of(name: str, shapes: Shapes) -> list[str]:
+    """Return the names of the two factors of a weight's adapter; [] if it has none."""
+    module = name.removesuffix(".weight")
+    return [module + end for end in ADAPTERS if module + end in shapes and module != name]
+
+
+def _peft_files(
+    family: Family, config: Config, adapters: Mapping[str, torch.Tensor]
+) -> dict[str, bytes]:
+    """Return the files of PEFT for adapters with these factors, by name.
+
+    Projections that a Hugging Face model has apart get the same A, and their rows of B.
+    """
+    model = config.model
+    tensors = {}
+    transposed = False
+    for name, b in adapters.items():
+        module = name.removesuffix(ADAPTERS[1])
+        if module == name:
+            continue
+        matrix = matrix_of(family, model, f"{module}.weight", tuple(b.shape))
+        transposed |= matrix.transposed
+        parts = dataclasses.replace(matrix, transposed=False).cut(b)
+        for their_name, rows in zip(matrix.counts, parts, strict=True):
+            their_module = f"base_model.model.{their_name.removesuffix('.weight')}"
+            tensors[f"{their_module}.lora_A.weight"] = adapters[module + ADAPTERS[0]].clone()
+            tensors[f"{their_module}.lora_B.weight"] = rows.clone()
+    source = hugging_face_folder(config.checkpoint.load)
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if source is None else str(source),
+        "r": model.lora_rank,
+        "lora_alpha": model.lora_alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": transposed,
+        "target_modules": sorted({".".join(name.split(".")[2:-2]) for name in tensors}),
+        "inference_mode": True,
+    }
+    return {
+        f"adapter/{ADAPTER}": to_json(fields, ADAPTER).encode(),
+        "adapter/adapter_model.safetensors": save(tensors, {"format": "pt"}),
+    }
+
+
 # ---- tensors
 
 
@@ -299,6 +352,8 @@ def _distribute(
     groups: list[dict[str, Matrix]] = []
     filled = FILE_BYTES
     for name, shape in shapes.items():
+        if name.endswith(ADAPTERS):
+            continue
         size = math.prod(shape) * _stored_as(name, dtype).itemsize
         if not groups or filled + size > FILE_BYTES:
             groups.append({})
@@ -390,9 +445,22 @@ def write_model(
         beside = companions_of(config) if companions is None else companions
         return beside, config_fields(config, beside, dtype)
 
+    adapters: dict[str, torch.Tensor] = {}
+
+    def merged(name: str) -> torch.Tensor | None:
+        tensor = parameters.full(name)
+        factors = {n: parameters.full(n) for n in adapters_of(name, parameters.shapes)}
+        if tensor is None or not factors:
+            return tensor
+        adapters.update((n, x) for n, x in factors.items() if x is not None)
+        a, b = (adapters[n].float() for n in factors)
+        adapter = config.model.adapter(name.removesuffix(".weight"))
+        assert adapter is not None, "it has factors"
+        return tensor.float() + adapter[1] * (b @ a)
+
     def values(file: _OutputFile) -> Iterator[torch.Tensor | None]:
         for name in file.parameters:
-            tensor = parameters.full(name)
+            tensor = merged(name)
             if tensor is not None and config.model.use_mup:
                 tensor = take_up(config.model, name, tensor)
             yield tensor
@@ -421,12 +489,17 @@ def write_model(
                 failures.append(_write_file(path, file, values(file), dtype))
             elif parameters.passes is not None:
                 for name in file.parameters:
-                    parameters.passes(name)
+                    for each in (name, *adapters_of(name, parameters.shapes)):
+                        parameters.passes(each)
+        if config.model.lora_rank is not None:
+            for some in gather_objects(adapters, topology.world):
+                adapters |= some
         with errors_on_all_ranks(topology, what):
             for failure in filter(None, failures):
                 raise failure
+            apart = _peft_files(family, config, adapters) if adapters else {}
         return decided_by_first(
-            topology, lambda: _finish(temporary, folder, files, fields, beside.files)
+            topology, lambda: _finish(temporary, folder, files, fields, {**beside.files, **apart})
         )
     finally:
         if topology.world.is_first:
@@ -468,6 +541,7 @@ def _finish(
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write new files and sync them to disk. Raises OSError."""
     for name, data in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         with open(folder / name, "xb") as file:
             file.write(data)
             file.flush()

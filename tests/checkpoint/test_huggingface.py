@@ -32,8 +32,12 @@ RUNS = [
     *((1, case) for case in ("gpt2", "llama-larger", "olmo2", "bloom")),
     *((2, case) for case, (kind, _) in CASES.items() if FAMILIES[kind].experts),
     *((4, case) for case in CASES if case != "llama-larger"),
+    (2, "qwen2_moe+lora"),
+    *((4, f"{case}+lora") for case in ("gpt2", "llama31", "pythia", "qwen2")),
 ]
+LORA = dict(lora_rank=3, lora_alpha=5.0)
 USUAL = {(2, "mixtral"), *((4, case) for case in "gpt2 llama3 llama31 qwen2 qwen3 olmo2".split())}
+USUAL |= {(2, "qwen2_moe+lora"), (4, "gpt2+lora"), (4, "llama31+lora")}
 USUAL |= {(4, case) for case in "mixtral qwen2_moe qwen3_moe gemma2 pythia bloom".split()}
 USUAL |= {(4, case) for case in "gemma3 olmo3 smollm3 granite phi3 starcoder2 glm4_moe".split()}
 MARKED = [
@@ -61,7 +65,9 @@ def run(rank, world, folders):
 def one(source, target, world):
     """Load a model, compute, write it, take a step, compute again and write it again."""
 
-    job = TrainingJob(config_of(source, world, seq_length=tokens().shape[1] - 1))
+    targets = ("self_attention", "dense_*" if world == 4 else "shared_experts")
+    more = dict(LORA, lora_target=targets) if target.name.endswith("+lora") else {}
+    job = TrainingJob(config_of(source, world, seq_length=tokens().shape[1] - 1, **more))
     config = job.config
     topology = job.topology
     engine = job.engine
@@ -127,7 +133,10 @@ def results(tmp_path_factory):
     def of_world(world, usual):
         root = tmp_path_factory.mktemp(f"world-{world}")
         cases = [case for n, case in RUNS if n == world and ((n, case) in USUAL) == usual]
-        folders = [(str(make(case, root / case / "source")), str(root / case)) for case in cases]
+        made = [make(case.removesuffix("+lora"), root / case / "source") for case in cases]
+        folders = [
+            (str(source), str(root / case)) for source, case in zip(made, cases, strict=True)
+        ]
         ranks = zip(*run_processes(world, run, world, folders), strict=True)
         return {case: (root / case, list(each)) for case, each in zip(cases, ranks, strict=True)}
 
@@ -150,6 +159,11 @@ def test_transformers_computes_the_same(results, world, case):
 
     # plain gradient descent: the step is the gradient
     before, after = (assemble([rank[when] for rank in ranks]) for when in ("before", "after"))
+    if case.endswith("+lora"):
+        changed = {name for name in before if not np.array_equal(before[name], after[name])}
+        assert changed == {name for name in before if name.endswith("lora_b")}
+        close(later, computed(source, target / "after" / "adapter")[0], "logits with adapters")
+        before = {}
     for name, ours in gradients_by_their_names(source, before, after).items():
         largest = max(float(np.abs(g).max()) for g in gradients.values())
         assert np.abs(ours - gradients[name]).max() <= 1e-5 * max(largest, 1e-2), name

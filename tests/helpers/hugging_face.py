@@ -152,13 +152,22 @@ def tokens(vocabulary: int = VOCABULARY) -> Tensor:
     return torch.randint(0, vocabulary, (SAMPLES, LENGTH + 1), generator=generator)
 
 
-def computed(folder: Path) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
-    """Return transformers' logits [b, s, vocabulary], loss, and gradients, in fp32."""
+def computed(
+    folder: Path, adapter: Path | None = None
+) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
+    """Return transformers' logits [b, s, vocabulary], loss, and gradients, in fp32.
+
+    adapter  folder of adapters, which PEFT adds to the model
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     model.eval()
     inputs = tokens(model.config.vocab_size)
     logits = model(inputs[:, :-1]).logits

@@ -35,6 +35,7 @@ from megatron.checkpoint.huggingface_save import (
     TOKENIZER_FILES,
     Companions,
     Parameters,
+    adapters_of,
     read_files,
     write_files,
     write_model,
@@ -45,6 +46,7 @@ from megatron.checkpoint.shards import Stored, incomplete, named, read_stored
 from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.checkpoint.tensors import KEPT, MASTER
 from megatron.config import Config
+from megatron.config.model import ADAPTERS
 from megatron.config.pieces import PLAIN
 from megatron.config.settings import all_options
 from megatron.errors import CheckpointError, ConfigError
@@ -351,7 +353,14 @@ def to_huggingface(
 
     target = decided_by_first(topology, choose_target)
     # A single process writes all parameters in order, so the next one can be read ahead.
-    in_order = prefetched(map(outgoing.load, outgoing.shapes)) if topology.world.size == 1 else None
+    shapes = outgoing.shapes
+    order = [
+        each
+        for name in shapes
+        if not name.endswith(ADAPTERS)
+        for each in (name, *adapters_of(name, shapes))
+    ]
+    in_order = prefetched(map(outgoing.load, order)) if topology.world.size == 1 else None
 
     def load(name: str) -> torch.Tensor:
         nonlocal done
