@@ -222,19 +222,24 @@ def check_benchmark(stored: dict[str, Any], config: Config, where: str) -> None:
 def checkpoint_bytes(config: Config) -> int:
     """Return the size of a checkpoint's tensors in bytes.
 
-    A checkpoint has 4 bytes for each weight and, without --no-save-optim, the optimizer's state.
+    A checkpoint has 4 bytes for each weight and, without --no-save-optim, the optimizer's state of
+    those that train.
     """
     if config.checkpoint.no_save_optim:
         return 4 * parameters_of(config)
     state = optimizer_state(config)
     wants = wants_full_parameters(config)
-    count = parameters_of(config)
+    count = trained = parameters_of(config)
     full_elements = 0
-    if wants is not None:
+    if wants is not None or config.model.trains_in_part:
         from megatron.model.gpt import global_shapes
 
-        shapes = global_shapes(config)
-        full_elements = sum(
-            math.prod(shape) for name, shape in shapes.items() if wants(name, shape)
-        )
-    return (4 + state.bytes) * count + (state.of(True).bytes - state.bytes) * full_elements
+        sizes = {
+            (name, shape): math.prod(shape)
+            for name, shape in global_shapes(config).items()
+            if config.model.trains(name)
+        }
+        trained = sum(sizes.values())
+        full_elements = sum(n for one, n in sizes.items() if wants is not None and wants(*one))
+    more = (state.of(True).bytes - state.bytes) * full_elements
+    return 4 * count + state.bytes * trained + more

@@ -35,6 +35,9 @@ ACTIVATIONS = (*GATES, "squared_relu", "xielu", "exact_gelu", "openai_gelu")
 ADAPTERS = (".lora_a", ".lora_b")
 """Ends of the names of LoRA's parameters: A [rank, in] and B [.., out, rank]."""
 
+NOTHING_BEFORE = "^"
+"""Pattern that matches no name. In a LayerKind it says that nothing trains before the layer."""
+
 
 def matches(pattern: str, name: str) -> bool:
     """Return whether parts of a dotted name, one after another, match those of a pattern.
@@ -64,6 +67,8 @@ class LayerKind(NamedTuple):
     rotary_base: float
     rope_scaling: str | None
     experimental_attention_variant: str | None
+    freeze: tuple[str, ...]
+    lora_target: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -819,6 +824,8 @@ class ModelConfig:
             experimental_attention_variant=(
                 self.experimental_attention_variant if linear else None
             ),
+            freeze=self.freeze,
+            lora_target=self.lora_target,
         )
 
     def of_kind(self, kind: LayerKind) -> ModelConfig:

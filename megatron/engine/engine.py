@@ -174,6 +174,8 @@ class Engine:
     persistent_tensors    fp32 tensors besides the parameters, by global name
     host_state            optimizer state in host memory; None if it is on the device
 
+    first_trained         the first pipeline stage with parameters that train
+
     Raises ConfigError if DeepSpeed is missing, if a rank has no parameters, or if the model
     or the optimizer does not support a setting.
     """
@@ -190,7 +192,7 @@ class Engine:
         self.routers: Sequence[Router] = ()
         self._find_experts()
         parameters = unique_parameters(chunks)
-        freeze_copies(parameters, topology)
+        self.first_trained = freeze_copies(self.chunks, parameters, topology)
         self._trains = {p: p.requires_grad for p in parameters}
         ensure_process_group(topology.device)
 
@@ -790,4 +792,5 @@ def build_executor(
         before_training=engine.begin,
         after_backward=engine.pass_ends,
         captures=captures,
+        first_trained=engine.first_trained,
     )

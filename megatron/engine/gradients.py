@@ -555,7 +555,8 @@ def divide(
         owned_sums = torch.zeros(n // inner.size, dtype=sums, device=device)
     if zero.divides_weights(plan):
         weight_shard = weights.chunk(inner.size)[inner.rank].clone()
-    gradients = torch.zeros(n, dtype=sums, device="meta" if frozen else device)
+    gradients = torch.zeros(1 if frozen else n, dtype=sums, device="meta" if frozen else device)
+    gradients = gradients.expand(n)
     bucket = Bucket(parameters, gradients, weights, shards, owned_sums, weight_shard, frozen)
     if owned_sums is not None:
         free(gradients)

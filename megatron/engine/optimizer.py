@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -43,17 +44,25 @@ class _Trained:
 
     some: bool
     frozen: set[str] = field(repr=False)
+    first: int = field(repr=False)
 
 
-def freeze_copies(parameters: Sequence[nn.Parameter], topology: Topology) -> None:
+def freeze_copies(chunks: nn.Module, parameters: Sequence[nn.Parameter], topology: Topology) -> int:
     """Freeze each parameter that another rank of the model has frozen under the same name.
 
     In a single process they would be one parameter: for example a tied embedding, which the last
-    stage also holds. All ranks call it. Raises ConfigError, on every rank, if any rank has no
+    stage also holds. Return the first stage of the model with parameters that train, or an earlier
+    one. All ranks call it. Raises ConfigError, on every rank, if any rank has no
     parameters.
     """
     frozen = {sharding_of(p).name for p in parameters if not p.requires_grad}
-    gathered = gather_objects(_Trained(bool(parameters), frozen), topology.model)
+    trained = (
+        int(stage)
+        for stage, chunk in chunks.named_children()
+        if any(p.requires_grad for p in chunk.parameters())
+    )
+    first = min(trained, default=sys.maxsize)
+    gathered = gather_objects(_Trained(bool(parameters), frozen, first), topology.model)
     ranks = topology.model.ranks
     without = [rank for rank, has in zip(ranks, gathered, strict=True) if not has.some]
     if without:
@@ -65,6 +74,7 @@ def freeze_copies(parameters: Sequence[nn.Parameter], topology: Topology) -> Non
     for p in parameters:
         if sharding_of(p).name in every:
             p.requires_grad_(False)
+    return min(has.first for has in gathered)
 
 
 def parameter_groups(

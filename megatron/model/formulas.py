@@ -153,10 +153,42 @@ def flops_per_token_of(config: Config) -> float:
 
     Each parameter of user-defined pieces beyond those of the built-in model counts as one
     multiplication and one addition per token in the forward pass, and as two of each in the
-    backward pass. Attention counts as in the built-in layer.
+    backward pass; so do adapters. Attention counts as in the built-in layer.
     """
     more = parameters_of(config) - total_parameters(config.model)
-    return model_flops_per_token(config.model) + 6.0 * more
+    saved = _saved_flops(config) if config.model.trains_in_part else 0.0
+    return model_flops_per_token(config.model) + 6.0 * more - saved
+
+
+def _saved_flops(config: Config) -> float:
+    """Return the FLOPs per token of a full training that frozen parameters save.
+
+    They have no weight gradients, and layers have no backward pass if nothing trains in or before
+    them. The first layer that trains counts as if its input needed a gradient.
+    """
+    from megatron.model.gpt import global_shapes
+    from megatron.parallel.sharding import kind_of
+
+    model = config.model
+    shapes = global_shapes(config)
+    saved = 0.0
+    for name, shape in shapes.items():
+        tied = name.endswith("word_embeddings.weight")
+        tied = tied and not model.untie_embeddings_and_output_weights
+        if not model.trains(name) and (tied or kind_of(name, shape) in ("hidden", "output")):
+            used = model.moe_router_topk / (model.num_experts or 1) if ".experts." in name else 1.0
+            saved += 2.0 * used * math.prod(shape)
+    first = min(
+        (
+            0 if n.startswith("embedding") else int(n.split(".")[1])
+            for n in shapes
+            if model.trains(n) and n.startswith(("embedding", "layers."))
+        ),
+        default=model.num_layers,
+    )
+    for layer in range(first):
+        saved += layer_flops(model, layer) + attention_score_flops(model, layer)
+    return saved
 
 
 def _vocab(model: ModelConfig) -> int:

@@ -73,6 +73,7 @@ class Executor:
         before_training: Callable[[int], None] | None = None,
         after_backward: Callable[[int], None] | None = None,
         captures: Captures | None = None,
+        first_trained: int = 0,
     ) -> None:
         size = topology.pipeline.size
         rank = topology.pipeline.rank
@@ -98,6 +99,7 @@ class Executor:
         self.before_training = before_training
         self.after_backward = after_backward
         self.captures = captures
+        self.first_trained = first_trained
         # raises the errors of a schedule that suits no number of micro-batches
         self._plan(1, False)
 
@@ -251,7 +253,8 @@ class _Pass:
         _, stage, index = instruction
         hidden = self._input(stage, index)
         if hidden is not None and self._loss_scale is not None:
-            hidden.requires_grad_()
+            # a stage before which nothing trains sends back zeros
+            hidden.requires_grad_(stage > self._executor.first_trained)
         micro_batch = self._micro_batches[index]
         slot = None
         if self._captures is not None:

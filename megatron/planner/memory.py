@@ -320,7 +320,8 @@ class _Chunk:
             chunk.rows[half] = len(each[-1].rows)
             chunk.uses[half] = [
                 [(row, of_module[step.parameter], step.complete) for row, step in of_pass.sums]
-                for of_pass, of_module in zip(each, reversed(buckets), strict=True)
+                # ZeRO-3's passes end before modules with nothing that trains
+                for of_pass, of_module in zip(each, reversed(buckets), strict=False)
             ]
             for _, bucket, complete in itertools.chain(*chunk.uses[half] if half in halves else ()):
                 chunk.due[bucket] += complete * (ahead if half == "inputs" else 1)
@@ -387,9 +388,16 @@ def state_bytes(config: Config, buckets: Iterable[BucketPlan]) -> dict[str, floa
         owned = zero.owned(bucket)
         states["weights"] += zero.resident_weights(bucket)
         states["master"] += 0.0 if precision.dtype_name == "float32" else 4.0 * owned
-        states["moments"] += state.of(bucket.kind.full_parameters).bytes * owned
-        states["gradients"] += zero.resident_gradients(bucket)
+        if not bucket.kind.frozen:
+            states["moments"] += state.of(bucket.kind.full_parameters).bytes * owned
+            states["gradients"] += zero.resident_gradients(bucket)
     return states
+
+
+def offloaded_bytes(config: Config, buckets: Iterable[BucketPlan]) -> tuple[float, float]:
+    """Return the bytes of master weights and moments that --cpu-offload keeps on the host."""
+    states = state_bytes(config, [bucket for bucket in buckets if not bucket.kind.frozen])
+    return states["master"], states["moments"]
 
 
 def sized_model(config: Config) -> ModelConfig:
@@ -414,8 +422,7 @@ def host_bytes(config: Config, rank: int, device: str) -> float:
     """
     if not config.engine.cpu_offload or device == "cpu":
         return 0.0
-    states = _states(config, rank, device)
-    return states["master"] + states["moments"]
+    return sum(offloaded_bytes(config, elements_of_rank(config, trace(config, device), rank)))
 
 
 def _states(config: Config, rank: int, device: str) -> dict[str, float]:
@@ -431,15 +438,19 @@ def _memory(config: Config, rank: int, device: str) -> RankMemory:
         master = {} if config.precision.dtype_name == "float32" else {"master": 4}
         plan = plan_of_rank(config, trace(config, device), rank).plan
         most: dict[str, float] = {}
-        for bucket in plan.buckets:
+        for bucket in (bucket for bucket in plan.buckets if not bucket.kind.frozen):
             for name, n_bytes in {
                 **state.of(bucket.kind.full_parameters).tensors,
                 **master,
             }.items():
                 most[name] = max(most.get(name, 0.0), n_bytes * plan.zero.owned(bucket))
-        on_host = float(device == "cpu")  # a CPU's memory is host memory
-        states["master"] = on_host * states["master"] + 2 * most.pop("master", 0.0)
-        states["moments"] = on_host * states["moments"] + 2 * sum(most.values())
+        if device != "cpu":  # a CPU's memory is host memory
+            elements = elements_of_rank(config, trace(config, device), rank)
+            master_bytes, moment_bytes = offloaded_bytes(config, elements)
+            states["master"] -= master_bytes
+            states["moments"] -= moment_bytes
+        states["master"] += 2 * most.pop("master", 0.0)
+        states["moments"] += 2 * sum(most.values())
     peak = _peak_bytes(config, rank, device) + [states.get(name, 0.0) for name in CATEGORIES]
     return RankMemory(rank, *map(float, peak))
 

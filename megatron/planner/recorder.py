@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
+from megatron.config.model import NOTHING_BEFORE
 from megatron.data.sampler import MicroBatch
 from megatron.engine.gradients import Terms, to_accumulator
 from megatron.engine.optimizer import build_optimizer, unique_parameters
@@ -325,6 +326,7 @@ class _Piece:
         self.config = config
         self.device = topology.device
         self.recorder = recorder
+        self.needs_gradient = NOTHING_BEFORE not in config.model.freeze  # the input
         self.chunk = chunk.to(getattr(torch, config.precision.dtype_name)).train()
         self.queue = context.weight_gradients
         self.hands_on = 0
@@ -366,6 +368,7 @@ class _Piece:
             if not chunk.is_first:
                 made = functools.partial(torch.empty, shape, dtype=dtype, device=device)
                 hidden = _Before.apply(anchor, made)  # type: ignore[no-untyped-call]
+                hidden = hidden if self.needs_gradient else hidden.detach()
             out = chunk(batch, hidden, late_loss=True)
             hidden = None
             self.hands_on = out.nbytes

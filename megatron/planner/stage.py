@@ -70,7 +70,7 @@ def stages_of(config: Config) -> tuple[StageWork, ...]:
     parallel = config.parallel
     size = parallel.pipeline_model_parallel_size
     split = splits_backward(config.schedule, size, parallel.num_chunks, config.num_micro_batches())
-    distinct, kinds = kinds_of_layers(config.model)
+    distinct, kinds = kinds_of_layers(config)
     return _stages(
         config.model.num_layers,
         parallel.num_stages,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatron.config import Config
-from megatron.config.model import LayerKind, ModelConfig
+from megatron.config.model import ADAPTERS, NOTHING_BEFORE, LayerKind, ModelConfig
 from megatron.config.parallel import RecomputeConfig
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.settings import SECTIONS
@@ -87,7 +87,7 @@ def trace(config: Config, device: str) -> Trace:
     traced = _traces.get(key)
     if traced is None:
         plain = dataclasses.replace(config, recompute=RecomputeConfig())
-        kinds, of_layer = kinds_of_layers(config.model)
+        kinds, of_layer = kinds_of_layers(config)
         # layers of multi-token prediction are like the last one
         head = _with_layers(plain, kinds[of_layer[-1]]) if config.model.mtp_num_layers else plain
         traced = _traces[key] = Trace(
@@ -98,12 +98,43 @@ def trace(config: Config, device: str) -> Trace:
     return traced
 
 
-@functools.lru_cache(maxsize=64)
-def kinds_of_layers(model: ModelConfig) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
-    """Return the kinds of a model's layers, and for each layer the index of its kind."""
-    kind_of_layer = list(map(model.layer_kind, range(model.num_layers)))
-    kinds = list(dict.fromkeys(kind_of_layer))
-    return tuple(kinds), tuple(map(kinds.index, kind_of_layer))
+def kinds_of_layers(config: Config) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
+    """Return the kinds of a model's layers, and for each layer the index of its kind.
+
+    Their `freeze` and `lora_target` have exact names in layer 0.
+    """
+    model = config.model
+    key = model, config.pieces
+    if key not in _kinds:
+        kind_of_layer = list(map(model.layer_kind, range(model.num_layers)))
+        if model.trains_in_part:
+            kind_of_layer = _trained_in_part(config, kind_of_layer)
+        kinds = list(dict.fromkeys(kind_of_layer))
+        _kinds[key] = tuple(kinds), tuple(map(kinds.index, kind_of_layer))
+    return _kinds[key]
+
+
+_kinds: dict[tuple[ModelConfig, Pieces], tuple[tuple[LayerKind, ...], tuple[int, ...]]] = {}
+
+
+def _trained_in_part(config: Config, kinds: list[LayerKind]) -> list[LayerKind]:
+    from megatron.model.gpt import check_patterns
+
+    model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1)
+    names = check_patterns(dataclasses.replace(config, model=model))
+    backward = any(model.trains(name) for name in names if name.startswith("embedding"))
+    result = []
+    for i, kind in enumerate(kinds):
+        layer = f"layers.{i}."
+        of_layer = [name for name in names if name.startswith(layer)]
+        trained = set(filter(model.trains, of_layer))
+        of_first = [f"layers.0.{name.removeprefix(layer)}" for name in of_layer]
+        frozen = [new for new, name in zip(of_first, of_layer, strict=True) if name not in trained]
+        adapted = [n.removesuffix(ADAPTERS[0]) for n in of_first if n.endswith(ADAPTERS[0])]
+        freeze = *frozen, *([] if backward else [NOTHING_BEFORE])
+        result.append(kind._replace(freeze=freeze, lora_target=tuple(adapted)))
+        backward = backward or bool(trained)
+    return result
 
 
 def _layers(

@@ -13,6 +13,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import RecomputeConfig
 from megatron.model.formulas import (
     attention_score_flops,
+    flops_per_token_of,
     layer_flops,
     model_flops_per_token,
     paper_flops,
@@ -20,7 +21,7 @@ from megatron.model.formulas import (
     total_parameters,
 )
 from megatron.parallel.sharding import sharding_of
-from tests.helpers.hugging_face import COMMON, FAMILIES
+from tests.helpers.hugging_face import COMMON, FAMILIES, B, S, micro_batch
 from tests.helpers.tiny import one_stage
 
 FULL = RecomputeConfig("full")
@@ -177,6 +178,29 @@ def test_later_tokens_take_a_layer_a_projection_and_the_output_layer():
     deeper = model_flops_per_token(dataclasses.replace(model, num_layers=5))
     more = 2 * 6 * (2 * 32 * 32 + 32 * 40)
     assert model_flops_per_token(dataclasses.replace(model, mtp_num_layers=2)) == deeper + more
+
+
+@pytest.mark.parametrize(
+    ("fields", "spared"),
+    [
+        (dict(freeze=("embedding", "layers.0", "layers.1.mlp", "bias")), 0),
+        (dict(freeze=("layers.[12].mlp.*4h_to_h", "final_layernorm")), 0),
+        # the first layer's input needs no gradient
+        (dict(lora_rank=3, lora_target=("self_attention", "mlp")), 2 * (96 + 3) * 32),
+    ],
+)
+def test_what_is_frozen_saves_the_flops_that_torch_does_not_count(fields, spared):
+    plain = COMMON | dict(num_layers=3, attention_backend="unfused", make_vocab_size_divisible_by=1)
+
+    def counted(**fields):
+        config = Config.create(**plain, **fields)
+        model = one_stage(config)
+        with FlopCounterMode(display=False) as counter:
+            model(micro_batch(), None).backward()
+        tokens = B * S
+        return counter.get_total_flops() / tokens - flops_per_token_of(config)
+
+    assert counted(**fields) + spared == counted()
 
 
 @pytest.mark.parametrize(("layers", "hidden", "heads", "named"), PAPER)

@@ -6,7 +6,9 @@ import pytest
 
 from megatron.pipeline.orders import one_forward_one_backward, zero_bubble_h1
 from megatron.pipeline.schedule import build_schedule, moments_of_rank
+from megatron.planner.dryrun.rank import run_rank
 from megatron.planner.memory import (
+    CATEGORIES,
     chunk_memory,
     memory_of_ranks,
     parameters_of_rank,
@@ -65,6 +67,23 @@ def test_an_order_that_splits_the_backward_passes_of_some_ranks(split, zero):
     for rank, whole in enumerate(memory_of_ranks(plain)):
         expected = halves[rank] if rank in split else whole
         assert mixed[rank] == dataclasses.replace(expected, buffers=mixed[rank].buffers)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--freeze embedding layers.[0-9] *layernorm*",
+        "--lora-rank 4 --zero-stage 2",
+        "--lora-rank 4 --lora-target layers.[2-9].mlp --freeze layers.3 --cpu-offload",
+    ],
+)
+def test_what_is_frozen_needs_only_weights(flags):
+    """A dry run of the real code needs as much, up to two hidden states and padding."""
+    config = small(pp=2, dp=2, flags=flags)
+    for rank, memory in enumerate(memory_of_ranks(config)):
+        peak = run_rank(config, 2 * rank, "meta", config.num_micro_batches()).peak
+        for name in CATEGORIES:
+            assert abs(getattr(memory, name) - getattr(peak, name)) < 3e4, name
 
 
 def chunk(stage, flags=""):

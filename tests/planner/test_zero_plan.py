@@ -50,6 +50,8 @@ Muon with muP and experts | {EXPERTS} {MUP} --optimizer muon --zero-stage 3
 QK-clip and average | {CLIPPED} --zero-stage 3
 16-bit moments | --world-size 1 --exp-avg-dtype bf16 --zero-stage 3
 one rank | --world-size 1 --zero-stage 3
+frozen | {PP2} --zero-stage 2 --freeze embedding layers.0 layers.2.mlp *layernorm*
+adapters | --zero-stage 3 --optimizer muon --lora-rank 2 --lora-target layers.[12].mlp query_*
 offloaded | --cpu-offload --zero-stage 3
 """)
 
@@ -93,6 +95,7 @@ recomputed | --zero-stage 3 --recompute-granularity full --recompute-num-layers 
 without overlap | --zero-stage 3 --zero-shard-size 4 --no-overlap-grad-reduce --no-overlap-param-gather
 chunks | {CHUNKS} --zero-stage 2 {INNER}
 offloaded | --zero-stage 3 {INNER} --cpu-offload
+frozen | --zero-stage 3 {INNER} --freeze embedding layers.0 *layernorm*
 """)
 MORE = table(f"""
 stage 2 | --zero-stage 2

@@ -29,6 +29,7 @@ from megatron.planner.layout import (
     write_value,
 )
 from megatron.planner.memory import (
+    offloaded_bytes,
     parameters_of_rank,
     peak_rank,
     state_bytes,
@@ -339,7 +340,8 @@ class LayoutSearch:
         cluster = self.space.cluster
         if config.engine.cpu_offload and cluster.device_type != "cpu":
             devices = min(parallel.world_size, cluster.devices_per_node)
-            on_host = devices * (states.pop("master") + states.pop("moments"))
+            on_host = sum(offloaded_bytes(config, elements))
+            return sum(states.values()) - on_host, devices * on_host, rank
         return sum(states.values()), on_host, rank
 
 

@@ -522,7 +522,7 @@ def updated_elements(config: Config, device: str) -> tuple[float, float]:
         key=lambda buckets: sum(bucket.elements for bucket in buckets),
     )
     owned = {False: 0.0, True: 0.0}
-    for bucket in most:
+    for bucket in (bucket for bucket in most if not bucket.kind.frozen):
         owned[bucket.kind.full_parameters] += zero.owned(bucket)
     return owned[False], owned[True]
 

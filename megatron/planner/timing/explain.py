@@ -7,7 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from megatron.config.model import LayerKind, ModelConfig
+from megatron.config import Config
+from megatron.config.model import LayerKind
 from megatron.engine.zero_plan import (
     BucketInstruction,
     ModulePass,
@@ -59,10 +60,10 @@ def explain(predicted: Estimate) -> list[Table]:
     rank = busiest_rank(predicted.run)
     rank_stages = stages_on(predicted.config, rank)
     modules = dict[str, TracedModule]()
-    for kind, of_kind in zip(kinds_of_layers(predicted.config.model)[0], traced.kinds, strict=True):
+    for kind, of_kind in zip(kinds_of_layers(predicted.config)[0], traced.kinds, strict=True):
         for name, module in zip(("", "recomputed "), of_kind, strict=True):
             if module is not None:
-                modules[f"one {name}layer{_kind(kind, predicted.config.model)}"] = module
+                modules[f"one {name}layer{_kind(kind, predicted.config)}"] = module
     if rank_stages[0].first:
         modules["the embedding"] = traced.embedding
     if rank_stages[-1].last:
@@ -87,16 +88,18 @@ _FEATURES = {
     "experimental_attention_variant": "linear attention",
     "position_embedding_type": "RoPE",
     "rope_scaling": "scaled RoPE",
+    "freeze": "frozen parameters",
+    "lora_target": "adapters",
 }
 """Features of some layers, by the settings of a LayerKind; layers without one have None or none."""
 
 
-def _kind(kind: LayerKind, model: ModelConfig) -> str:
+def _kind(kind: LayerKind, config: Config) -> str:
     """Describe a kind of layer by the features in which the model's layers differ."""
-    kinds = kinds_of_layers(model)[0]
+    kinds = kinds_of_layers(config)[0]
     differing = [name for name in _FEATURES if len({getattr(each, name) for each in kinds}) > 1]
     return "".join(
-        f" {'without' if getattr(kind, name) in (None, 'none') else 'with'} {_FEATURES[name]}"
+        f" {'without' if getattr(kind, name) in (None, 'none', ()) else 'with'} {_FEATURES[name]}"
         for name in differing
     )
 
