@@ -56,6 +56,14 @@ def _number(fields: Fields, name: str, kind: type = float) -> Any:
     return value
 
 
+def _object(fields: Fields, name: str) -> Values:
+    """Return a copy of a field that is an object, or null or missing: {}."""
+    value = fields.get(name) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {value!r:.60}, expected an object")
+    return dict(value)
+
+
 def _positive(fields: Fields, name: str, kind: type = float) -> Any:
     """Return a field that must be a positive number."""
     if not (value := _number(fields, name, kind)):
@@ -156,10 +164,8 @@ def rope(base: str = "rope_theta", share: str = "", kinds: Container[str] = _ROP
     """
 
     def read(fields: Fields) -> Values:
-        rope = fields["rope_scaling"] or fields["rope_parameters"] or {}
-        if not isinstance(rope, dict):
-            raise ValueError(f"rope_scaling or rope_parameters is {rope!r:.60}, expected an object")
-        rope = dict(rope)
+        name = "rope_scaling" if fields["rope_scaling"] else "rope_parameters"
+        rope = _object(fields, name)
         kind = rope.pop("rope_type", rope.get("type", "default"))
         rope.pop("type", None)
         rope = {base: fields[base], "partial_rotary_factor": fields.get(share, 1.0)} | {
@@ -232,16 +238,18 @@ def rope_by_window(windows: Rule, local: str | float) -> Rule:
     full = rope()
 
     def read(fields: Fields) -> Values:
-        objects = fields["rope_parameters"] or {}
-        by_type = [objects.get(kind) or {} for kind in _LAYER_TYPES]
-        if objects.keys() - set(_LAYER_TYPES) or not all(isinstance(one, dict) for one in by_type):
-            raise ValueError(f"rope_parameters is {objects!r:.60}, expected objects by layer type")
-        plain = {**fields, "rope_parameters": None, "rope_scaling": None}
+        objects = _object(fields, "rope_parameters")
+        by_type = [_object(objects, kind) for kind in _LAYER_TYPES]
+        if unknown := sorted(objects.keys() - set(_LAYER_TYPES)):
+            raise unsupported(f"{unknown[0]} of rope_parameters", objects[unknown[0]])
+        # transformers does not read the last of these fields for such models
+        unset = ("rope_parameters", "rope_scaling", "original_max_position_embeddings")
+        plain = {**fields, **dict.fromkeys(unset)}
         base = local if isinstance(local, float) else fields[local]
         near = full.read({**plain, "rope_parameters": by_type[0], "rope_theta": base})
         if "rope_scaling" in near:
             raise unsupported(f"rope_type of {_LAYER_TYPES[0]}", near["rope_scaling"])
-        scaled = {"rope_type": "default"} | by_type[1] | (fields["rope_scaling"] or {})
+        scaled = {"rope_type": "default"} | by_type[1] | _object(fields, "rope_scaling")
         values = full.read({**plain, "rope_parameters": scaled}) | windows.read(fields)
         if "window_size" in values:
             values["rotary_local_base"] = near["rotary_base"]
@@ -372,7 +380,10 @@ def _layers_without_rope(fields: Fields) -> Values:
         every = _positive(fields, "no_rope_layer_interval", int)
         turned = [int((layer + 1) % every != 0) for layer in layers]
     if not isinstance(turned, list) or len(turned) != len(layers) or not set(turned) <= {0, 1}:
-        raise ValueError(f"no_rope_layers is {turned!r:.60}, expected 0 or 1 for each layer")
+        raise ValueError(
+            f"no_rope_layers is {turned!r:.60}, expected 0 or 1 for each of num_hidden_layers "
+            f"{len(layers)}"
+        )
     used = flag(fields, "use_sliding_window")
     size = fields["sliding_window"] if used else None
     by_rope = _layer_types(
@@ -456,6 +467,10 @@ def routed_experts(score: str) -> Rule:
         layers = len(_layers(fields))
         topk = _positive(fields, "num_experts_per_tok", int)
         dense = min(_number(fields, "first_k_dense_replace", int), layers)
+        if dense == layers:
+            raise ValueError(
+                f"first_k_dense_replace leaves no layer of num_hidden_layers {layers} for experts"
+            )
         shared = _positive(fields, "n_shared_experts", int)
         method = "noaux_tc" if sigmoid else fields["topk_method"]
         if not 2 <= experts <= _MOST_EXPERTS // layers:

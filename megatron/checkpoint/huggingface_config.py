@@ -129,6 +129,8 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
         **family.fields,
         "window_size": "sliding_window",
         "moe_router_topk": "num_experts_per_tok",
+        "moe_router_num_groups": "n_group",
+        "moe_router_group_topk": "topk_group",
     }
     try:
         return kind, Config.create(**{n: v for n, v in settings.items() if v is not None}).model

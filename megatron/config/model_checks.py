@@ -47,14 +47,15 @@ def _later_tokens(config: Sections) -> Problems:
 def _rotary_width(config: Sections) -> Problems:
     model = config.model
     if model.position_embedding_type == "rope":
-        latent = model.multi_latent_attention
-        head = model.qk_pos_emb_head_dim if latent else model.kv_channels
+        name, head = "--kv-channels", model.kv_channels
+        if model.multi_latent_attention:
+            name, head = "--qk-pos-emb-head-dim", model.qk_pos_emb_head_dim
         width = int(head * model.rotary_percent)
         least = 4 if model.rope_scaling == "dynamic" else 2
         if width < least or width % 2:
             yield (
-                f"RoPE rotates pairs, but --rotary-percent {model.rotary_percent:g} of a head of "
-                f"{head} is {width}: it must be even and at least {least}"
+                f"RoPE rotates pairs, but --rotary-percent {model.rotary_percent:g} of {name} {head} "
+                f"is {width}: it must be even and at least {least}"
             )
 
 

@@ -163,6 +163,31 @@ def test_a_field_removed_changed_or_added_counts_as_in_transformers(tmp_path, ca
     assert len(changes) > 50 and not any(wrong), list(filter(None, wrong))
 
 
+def entries_changed(value):
+    """Yield each entry's name and the object without it, then with an unknown one, at any depth."""
+    if isinstance(value, dict):
+        for name in value.keys() - {"model_type"}:
+            yield name, {n: v for n, v in value.items() if n != name}
+            yield from ((at, value | {name: one}) for at, one in entries_changed(value[name]))
+        yield "anything", value | {"anything": 3}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_field_left_out_has_the_default_of_transformers(case):
+    """Our settings are those for what transformers writes after it has read the same fields."""
+    from transformers import AutoConfig
+
+    for name, fields in entries_changed(written(case)):
+        try:
+            ours = model_of(fields, "")
+        except CheckpointError as error:
+            assert name in str(error)
+            continue
+        assert name != "anything"
+        theirs = AutoConfig.for_model(**json.loads(json.dumps(fields)))
+        assert model_of(json.loads(theirs.to_json_string()), "") == ours, name
+
+
 @pytest.mark.parametrize("case", ["gpt2", "qwen2-window", "qwen3_moe", "mixtral", "gemma2", "neox"])
 def test_values_of_a_wrong_type_or_size_are_refused_by_name(case):
     fields = written(case)
