@@ -201,6 +201,26 @@ _SHARED_EXPERTS = _modules(
     .mlp.shared_experts.gate           .mlp.shared_expert_gate
     """,
 )
+_ROUTED_EXPERTS = _EXPERT_MODULES | _modules(
+    _LAYER,
+    """
+    .mlp.router.expert_bias            .mlp.gate.e_score_correction_bias
+    .mlp.shared_experts.dense_h_to_4h  .mlp.shared_experts.gate_proj .mlp.shared_experts.up_proj
+    .mlp.shared_experts.dense_4h_to_h  .mlp.shared_experts.down_proj
+    """,
+)
+_LATENT_ATTENTION = _modules(
+    f"{_LAYER}.self_attn",
+    """
+    .self_attention.query           .q_proj
+    .self_attention.query_down      .q_a_proj
+    .self_attention.q_layernorm     .q_a_layernorm
+    .self_attention.query_up        .q_b_proj
+    .self_attention.key_value_down  .kv_a_proj_with_mqa
+    .self_attention.kv_layernorm    .kv_a_layernorm
+    .self_attention.key_value_up    .kv_b_proj
+    """,
+)
 # GPT-NeoX and BLOOM keep these names from Megatron.
 _MEGATRONS = """
     .input_layernorm           .input_layernorm
@@ -263,6 +283,36 @@ def _llama(
         {**_USUAL, **absent},
         only,
         older,
+        unread=unread,
+    )
+
+
+def _deepseek(
+    architecture: str,
+    score: str,
+    settings: Mapping[str, object],
+    fields: Mapping[str, str],
+    absent: Fields,
+    only: Fields,
+    unread: str | None = None,
+) -> Family:
+    """Return a family with latent attention, and experts as in rules.routed_experts(score).
+
+    The other arguments are added to what these families share.
+    """
+    return Family(
+        architecture,
+        {**_GATED, "multi_latent_attention": True, "qk_layernorm": True, **settings},
+        _EXPERTS_TOO
+        | pairs(
+            "q_lora_rank=q_lora_rank kv_lora_rank=kv_lora_rank qk_head_dim=qk_nope_head_dim "
+            "qk_pos_emb_head_dim=qk_rope_head_dim v_head_dim=v_head_dim"
+        )
+        | dict(fields),
+        _LLAMA_MODULES | _LATENT_ATTENTION | _ROUTED_EXPERTS,
+        (rules.TIED, _PLAIN_ROPE, rules.LATENT, rules.routed_experts(score)),
+        {**_USUAL, "qk_head_dim": None, **absent},
+        {**_SILU, **_NO_BIAS, "scoring_func": score, "moe_layer_freq": 1, **only},
         unread=unread,
     )
 
@@ -442,19 +492,46 @@ FAMILIES: Mapping[str, Family] = {
             "norm_topk_prob": True,
             "num_nextn_predict_layers": None,
         },
-        _LLAMA_MODULES
-        | _QK_NORMS
-        | _EXPERT_MODULES
-        | _modules(
-            _LAYER,
-            """
-            .mlp.router.expert_bias            .mlp.gate.e_score_correction_bias
-            .mlp.shared_experts.dense_h_to_4h  .mlp.shared_experts.gate_proj .mlp.shared_experts.up_proj
-            .mlp.shared_experts.dense_4h_to_h  .mlp.shared_experts.down_proj
-            """,
-        ),
+        _LLAMA_MODULES | _QK_NORMS | _ROUTED_EXPERTS,
         _EXPERTS_TOO | {"qk_layernorm": "use_qk_norm"},
         rope=rules.rope(share="partial_rotary_factor"),
+        unread=_LAYERS_AFTER_ALL,
+    ),
+    "deepseek_v2": _deepseek(
+        "DeepseekV2ForCausalLM",
+        "softmax",
+        {"moe_router_pre_softmax": True, "rotary_interleaved": True},
+        {},
+        absent={
+            "first_k_dense_replace": 0,
+            "n_group": None,
+            "topk_group": None,
+            "topk_method": "greedy",
+            "routed_scaling_factor": 1.0,
+            "n_shared_experts": 2,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": None,
+        },
+        only={"mlp_bias": False, "norm_topk_prob": False},
+    ),
+    "deepseek_v3": _deepseek(
+        "DeepseekV3ForCausalLM",
+        "sigmoid",
+        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        {"rotary_interleaved": "rope_interleave"},
+        absent={
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_shared_experts": 1,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "rope_interleave": True,
+            "num_nextn_predict_layers": None,
+        },
+        only={"topk_method": "noaux_tc"},
         unread=_LAYERS_AFTER_ALL,
     ),
     "gemma2": _llama(

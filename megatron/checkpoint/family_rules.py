@@ -475,6 +475,10 @@ def routed_experts(score: str) -> Rule:
         method = "noaux_tc" if sigmoid else fields["topk_method"]
         if not 2 <= experts <= _MOST_EXPERTS // layers:
             raise unsupported("n_routed_experts", experts)
+        if dense >= layers:
+            raise ValueError(
+                f"first_k_dense_replace {dense} with num_hidden_layers {layers}: no experts"
+            )
         if sigmoid and flag(fields, "norm_topk_prob") != (topk > 1):
             raise unsupported("norm_topk_prob", fields["norm_topk_prob"])
         if method not in ("noaux_tc", "greedy", "group_limited_greedy"):
@@ -516,6 +520,22 @@ def routed_experts(score: str) -> Rule:
     return Rule(read, write)
 
 
+def _latent(fields: Fields) -> Values:
+    turned = _number(fields, "qk_rope_head_dim", int)
+    width = turned + _number(fields, "qk_nope_head_dim", int)
+    for name, right in (("head_dim", turned), ("qk_head_dim", width)):
+        if fields[name] not in (None, right):
+            raise ValueError(
+                f"qk_rope_head_dim and qk_nope_head_dim do not give {name} {fields[name]}"
+            )
+    if fields["rms_norm_eps"] != 1e-6:
+        raise unsupported("rms_norm_eps", fields["rms_norm_eps"])
+    return {}
+
+
+LATENT = Rule(
+    _latent, lambda m: {}
+)  # two derived sizes; in transformers norms of latents have 1e-6
 WINDOW_IF_USED = Rule(
     lambda f: _window(f["sliding_window"], [True]) if flag(f, "use_sliding_window") else {},
     lambda m: {"use_sliding_window": m.window_size is not None, **_window_size(m)},

@@ -20,9 +20,7 @@ CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 _CONFIG_LIMIT_BYTES = 1 << 24
-_MAY_BE_NULL = (
-    "num_key_value_heads n_inner attn_logit_softcapping final_logit_softcapping clip_qkv".split()
-)
+_MAY_BE_NULL = "num_key_value_heads n_inner q_lora_rank attn_logit_softcapping final_logit_softcapping clip_qkv".split()
 
 _WITHOUT_EFFECT = frozenset(
     # names, versions and formats; token ids, which belong to the tokenizer
@@ -34,6 +32,7 @@ _WITHOUT_EFFECT = frozenset(
     """
     # how transformers computes or trains a model, or what the model returns
     """
+    aux_loss_alpha ep_size seq_aux
     _attn_implementation _attn_implementation_autoset attn_implementation attention_probs_dropout_prob
     attention_softmax_in_fp32 bias_dropout_fusion cache_implementation chunk_size_feed_forward
     classifier_dropout gradient_checkpointing hidden_dropout_prob initializer_range is_decoder

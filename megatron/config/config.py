@@ -392,7 +392,8 @@ def _latent_attention(s: Settings) -> None:
         written = all_options()["kv_channels"].written(v["kv_channels"])
         s.notices.append(f"{written} has no effect: --qk-head-dim sets the size of a head")
     s.derive("kv_channels", width, origin)
-    if v["rope_scaling"] is None and "rope_scaling_factor" in s.explicit:
+    by_flag = s.origins.get("rope_scaling_factor", "").startswith("command line")
+    if v["rope_scaling"] is None and by_flag:
         s.fill("rope_scaling", "yarn", origin)
         if "rope_original_positions" not in s.explicit:
             s.derive("rope_original_positions", 4096, origin)

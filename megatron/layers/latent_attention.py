@@ -77,14 +77,15 @@ class LatentAttention(nn.Module):
         # Without latent queries the projection gathers its input itself.
         shape = heads * sum(self.parts), hidden if rank is None else rank
         place = context if rank is None else context.alone()
-        self.query = ColumnParallelLinear(place, f"{name}.query", shape, fill, False)
+        of_queries = f"{name}.query" if rank is None else f"{name}.query_up"
+        self.query = ColumnParallelLinear(place, of_queries, shape, fill, False)
         shape = self.latent + model.qk_pos_emb_head_dim, hidden
         self.key_value_down = ReplicatedLinear(context, f"{name}.key_value_down", shape, fill)
         if model.qk_layernorm:
             self.kv_layernorm = norm_of(context, model, f"{name}.kv_layernorm", self.latent)
         shape = heads * sum(self.widths), self.latent
         self.key_value = ColumnParallelLinear(
-            context.alone(), f"{name}.key_value", shape, fill, False
+            context.alone(), f"{name}.key_value_up", shape, fill, False
         )
         self.dense = RowParallelLinear(
             context,
