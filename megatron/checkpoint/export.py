@@ -85,6 +85,7 @@ def _effective(model: ModelConfig) -> Values:
         (kind.rotary_base, kind.rope_scaling) if kind.position_embedding_type == "rope" else None
         for kind in kinds
     ]
+    settings["linear_attention_freq"] = [kind.experimental_attention_variant for kind in kinds]
     settings["softmax_scale"] = model.softmax_scale or 1.0 / math.sqrt(model.kv_channels)
     for name in ("embedding_scale", "residual_multiplier", "logits_scaling"):
         settings[name] = settings[name] or 1.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from megatron.checkpoint import family_rules as rules
 from megatron.checkpoint.family_rules import Fields, Rule
@@ -32,15 +33,22 @@ class HFModules:
 
     modules      their names; {} is the layer number
     by_head      whether their rows are all queries, then all keys, then all values; ours are
-                 [group][queries, key, value] (SelfAttention)
+                 [group][queries, key, value] (SelfAttention), or as in GatedDeltaNet
     transposed   whether their weights are [in, out]
-    by_expert    whether each expert has these modules; the second {} is then the expert's number
+    by_expert    whether each expert has these modules; the second {} is then the expert's number,
+                 in brackets if it is an index into a tensor of all experts
+    interleaved  whether rows of gate and value alternate
+    convolution  whether their weights are [rows, 1, columns]
+    constants    tensors without dimensions that their files may also have, and their values
     """
 
     modules: tuple[str, ...]
     by_head: bool = False
     transposed: bool = False
     by_expert: bool = False
+    interleaved: bool = False
+    convolution: bool = False
+    constants: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,8 @@ class Family:
 def _modules(layer: str, table: str) -> dict[str, HFModules]:
     """Parse a table: each line has our module, the Hugging Face modules and their properties.
 
-    Names that begin with a dot are within a layer, whose name in Hugging Face is `layer`.
+    Names that begin with a dot are within a layer, whose name in Hugging Face is `layer`. NAME=X is
+    a constant.
     """
 
     def full_name(name: str, before: str) -> str:
@@ -118,8 +127,11 @@ def _modules(layer: str, table: str) -> dict[str, HFModules]:
     modules = {}
     for line in table.strip().splitlines():
         our_name, *words = line.split()
-        facts = dict.fromkeys(HFModules.__dataclass_fields__.keys() & words, True)
-        hf_names = tuple(full_name(word, layer) for word in words if word not in facts)
+        facts: dict[str, Any] = dict.fromkeys(HFModules.__dataclass_fields__.keys() & words, True)
+        named = [full_name(word, layer) for word in words if word not in facts]
+        hf_names = tuple(name for name in named if "=" not in name)
+        values = (name.split("=") for name in named if "=" in name)
+        facts["constants"] = {name: float(value) for name, value in values}
         modules[full_name(our_name, "layers.{}")] = HFModules(hf_names, **facts)
     return modules
 
@@ -252,6 +264,11 @@ _CAPPED = _GROUPED | pairs(
 )
 _SPARSE = {"mlp_only_layers": None, "decoder_sparse_step": 1, "norm_topk_prob": False}
 _EXPERTS = {"num_experts": "num_local_experts"}
+_SHARED_WIDTH = {"moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"}
+_LINEAR = (
+    "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
+    "linear_num_value_heads"
+).split()
 
 
 _PLAIN_ROPE = rules.rope()
@@ -471,7 +488,136 @@ FAMILIES: Mapping[str, Family] = {
             "num_experts": 60,
         },
         _LLAMA_MODULES | _EXPERT_MODULES | _SHARED_EXPERTS,
-        {**_EXPERTS_TOO, "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"},
+        _EXPERTS_TOO | _SHARED_WIDTH,
+    ),
+    "qwen3_next": _llama(
+        "Qwen3NextForCausalLM",
+        {
+            "qk_layernorm": True,
+            "apply_layernorm_1p": True,
+            "attention_output_gate": True,
+            "moe_shared_expert_gate": True,
+        },
+        (
+            rules.LINEAR_ATTENTION,
+            rules.experts("num_experts"),
+            rules.LAYERS_WITH_EXPERTS,
+            rules.biases(),
+        ),
+        {
+            **_SPARSE,
+            **_NO_BIAS,
+            **dict(zip(_LINEAR, (4, 128, 128, 16, 32), strict=True)),
+            "layer_types": None,
+            "full_attention_interval": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 10,
+            "num_experts": 512,
+        },
+        _LLAMA_MODULES
+        | _QK_NORMS
+        | _EXPERT_MODULES
+        | _SHARED_EXPERTS
+        | _modules(
+            _LAYER,
+            """
+            .self_attention.in_proj   .linear_attn.in_proj_qkvz .linear_attn.in_proj_ba by_head
+            .self_attention.conv1d    .linear_attn.conv1d by_head convolution
+            .self_attention.A_log     .linear_attn.A_log
+            .self_attention.dt_bias   .linear_attn.dt_bias
+            .self_attention.out_norm  .linear_attn.norm
+            .self_attention.out_proj  .linear_attn.out_proj
+            """,
+        ),
+        _EXPERTS_TOO | _SHARED_WIDTH | dict(zip(_LINEAR, _LINEAR, strict=True)),
+        older=_EXPERTS,
+        rope=rules.rope(share="partial_rotary_factor"),
+    ),
+    "gpt_oss": _llama(
+        "GptOssForCausalLM",
+        {
+            "swiglu": False,
+            "quick_geglu": True,
+            "glu_linear_offset": 1.0,
+            "softmax_type": "learnable",
+            "moe_router_bias": True,
+        },
+        (
+            rules.window_except(2),
+            rules.experts("num_local_experts", None),
+            rules.biases(of_mlp=True),
+            rules.NAMES_OF_GPT_OSS,
+        ),
+        {
+            "attention_bias": True,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "layer_types": None,
+            "rope_theta": 150000.0,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 128,
+            "swiglu_limit": 7.0,
+            "experts_per_token": None,
+            "initial_context_length": None,
+        },
+        _LLAMA_MODULES
+        | _modules(
+            _LAYER,
+            """
+            .self_attention.softmax_offset     .self_attn.sinks
+            .mlp.router                        .mlp.router
+            .mlp.experts.dense_h_to_4h.weight  .mlp.experts.gate_up_proj[{}] by_expert transposed interleaved
+            .mlp.experts.dense_h_to_4h.bias    .mlp.experts.gate_up_proj_bias[{}] by_expert interleaved
+            .mlp.experts.dense_4h_to_h.weight  .mlp.experts.down_proj[{}] by_expert transposed
+            .mlp.experts.dense_4h_to_h.bias    .mlp.experts.down_proj_bias[{}] by_expert
+            """,
+        ),
+        _EXPERTS_ALONE | {"activation_func_clamp_value": "swiglu_limit"},
+        {**_SILU, "swiglu_alpha": 1.702},
+        {"num_local_experts": "num_experts"},
+        rules.rope(
+            usual={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            }
+        ),
+    ),
+    "apertus": _llama(
+        "ApertusForCausalLM",
+        {"swiglu": False, "xielu": True, "qk_layernorm": True},
+        (rules.biases(),),
+        {**_NO_BIAS, "rope_theta": 12e6},
+        _LLAMA_MODULES
+        | _QK_NORMS
+        | _modules(
+            _LAYER,
+            """
+            .input_layernorm           .attention_layernorm
+            .post_attention_layernorm  .feedforward_layernorm
+            .mlp.dense_h_to_4h         .mlp.up_proj
+            .mlp.activation.alpha_p    .mlp.act_fn.alpha_p
+            .mlp.activation.alpha_n    .mlp.act_fn.alpha_n .mlp.act_fn.beta=0.5 .mlp.act_fn.eps=-1e-6
+            """,
+        ),
+        only={"hidden_act": "xielu"},
+        rope=rules.rope(
+            usual={
+                "rope_type": "llama3",
+                "rope_theta": 12e6,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            }
+        ),
     ),
     "glm4_moe": _llama(
         "Glm4MoeForCausalLM",

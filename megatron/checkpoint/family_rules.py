@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron.config.model import ModelConfig
@@ -151,12 +152,18 @@ _ROPE_SCALING: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def rope(base: str = "rope_theta", share: str = "", kinds: Container[str] = _ROPE_SCALING) -> Rule:
+def rope(
+    base: str = "rope_theta",
+    share: str = "",
+    kinds: Container[str] = _ROPE_SCALING,
+    usual: Fields = MappingProxyType({}),
+) -> Rule:
     """Return the rule for the rotary embedding.
 
     base, share   names of the fields for the base and for the rotated fraction of a head; without
                   `share`, whole heads are rotated
     kinds         the kinds of scaling that the family has
+    usual         scaling of files that describe none
 
     transformers 5 writes rope_parameters, which holds all values; older versions, whose files
     transformers 5 still reads, write separate fields and rope_scaling. If a value is in several
@@ -165,7 +172,7 @@ def rope(base: str = "rope_theta", share: str = "", kinds: Container[str] = _ROP
 
     def read(fields: Fields) -> Values:
         name = "rope_scaling" if fields["rope_scaling"] else "rope_parameters"
-        rope = _object(fields, name)
+        rope = _object(fields, name) or dict(usual)
         kind = rope.pop("rope_type", rope.get("type", "default"))
         rope.pop("type", None)
         rope = {base: fields[base], "partial_rotary_factor": fields.get(share, 1.0)} | {
@@ -207,18 +214,16 @@ def rope(base: str = "rope_theta", share: str = "", kinds: Container[str] = _ROP
         fields: Values = {base: model.rotary_base}
         if share:
             fields[share] = model.rotary_percent
-        if model.rope_scaling is not None:
-            named = {
-                name: getattr(model, setting)
-                for name, setting in _ROPE_SCALING[model.rope_scaling].items()
-            }
+        if model.rope_scaling is not None or usual:
+            kind = model.rope_scaling or "default"
+            named = {name: getattr(model, setting) for name, setting in _ROPE_SCALING[kind].items()}
             if model.rope_scaling == "dynamic":
                 fields["max_position_embeddings"] = named.pop("original_max_position_embeddings")
             if not model.yarn_mscale_all_dim:
                 named |= {"mscale": None, "mscale_all_dim": None}
             if model.yarn_truncate:
                 named["truncate"] = None
-            fields["rope_scaling"] = {"rope_type": model.rope_scaling} | {
+            fields["rope_scaling"] = {"rope_type": kind} | {
                 name: value for name, value in named.items() if value is not None
             }
         return fields
@@ -294,13 +299,17 @@ def _window(size: object, windowed: list[bool]) -> Values:
 _LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
-def _layer_types(fields: Fields, usual: Callable[[int], bool]) -> list[bool]:
-    """Return which layers have a window, according to layer_types or, if it is null, to `usual`."""
+def _layer_types(
+    fields: Fields, usual: Callable[[int], bool], kinds: tuple[str, str] = _LAYER_TYPES
+) -> list[bool]:
+    """Return which layers are of the first kind, by default those that have a window.
+
+    According to layer_types or, if it is null, to `usual`.
+    """
     layers = _layers(fields)
     types = fields["layer_types"]
     if types is None:
         return list(map(usual, layers))
-    kinds = _LAYER_TYPES
     if (
         not isinstance(types, list)
         or len(types) != len(layers)
@@ -310,7 +319,7 @@ def _layer_types(fields: Fields, usual: Callable[[int], bool]) -> list[bool]:
             f"layer_types does not have one of {', '.join(kinds)} for each layer: "
             f"num_hidden_layers is {len(layers)}"
         )
-    if kinds[0] in types and not fields["sliding_window"]:
+    if _LAYER_TYPES[0] in types and not fields["sliding_window"]:
         raise ValueError(
             "layer_types has windows, but sliding_window is null or use_sliding_window is false"
         )
@@ -371,6 +380,43 @@ def window_except(every: int | str) -> Rule:
         return _window(fields["sliding_window"], _layer_types(fields, lambda i: (i + 1) % n != 0))
 
     return Rule(read, _windows_by_layer)
+
+
+_LINEAR_TYPES = ("linear_attention", "full_attention")
+
+
+def _linear_attention(fields: Fields) -> Values:
+    every = _positive(fields, "full_attention_interval", int)
+    linear = _layer_types(fields, lambda i: (i + 1) % every != 0, _LINEAR_TYPES)
+    if not any(linear):
+        raise ValueError(f"layer_types has no {_LINEAR_TYPES[0]}: it is another family's model")
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": None if all(linear) else tuple(map(int, linear)),
+    }
+
+
+def _linear_layers(model: ModelConfig) -> Values:
+    kinds = map(model.layer_kind, range(model.num_layers))
+    types = [_LINEAR_TYPES[kind.experimental_attention_variant is None] for kind in kinds]
+    return {"layer_types": types}
+
+
+LINEAR_ATTENTION = Rule(_linear_attention, _linear_layers)
+
+
+def _names_of_gpt_oss(fields: Fields) -> Values:
+    rope = fields["rope_scaling"] or fields["rope_parameters"] or {}
+    for name, same in (
+        ("experts_per_token", fields["num_experts_per_tok"]),
+        ("initial_context_length", rope.get("original_max_position_embeddings", 4096)),
+    ):
+        if fields[name] not in (None, same):
+            raise unsupported(name, fields[name])
+    return {}
+
+
+NAMES_OF_GPT_OSS = Rule(_names_of_gpt_oss, lambda m: {})  # fields that repeat others
 
 
 def _layers_without_rope(fields: Fields) -> Values:

@@ -82,7 +82,10 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
             f"{where} is for {classes!r:.100}; for {kind} only {family.architecture} is supported"
         )
     if fields.get("quantization_config") is not None:
-        raise CheckpointError(f"{where} describes a quantized model: use the unquantized original")
+        raise CheckpointError(
+            f"{where} describes a quantized model (quantization_config "
+            f"{fields['quantization_config']!r:.60}): use an unquantized one"
+        )
     renamed = {new: fields[old] for new, old in family.older.items() if old in fields}
     known = {**ONLY, **family.only, **family.absent, **renamed, **fields}
     settings: Values = dict(family.settings)

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,18 +49,34 @@ _NO_PARAMETERS = re.compile(
 
 
 @functools.cache
-def rows_by_head(heads: int, groups: int, width: int) -> torch.Tensor:
-    """Return, for each row of [group][queries, key, value][width], its number in Hugging Face.
+def rows_by_group(groups: int, widths: tuple[int, ...]) -> torch.Tensor:
+    """Return, for each row of [group][part][width of this part], its number in Hugging Face.
 
-    There, the rows are [queries; keys; values]. Gates count as heads of queries in both orders.
+    There, the rows are [part][group][width].
 
-    >>> rows_by_head(4, 2, 1).tolist()
+    >>> rows_by_group(2, (2, 1, 1)).tolist()
     [0, 1, 4, 6, 2, 3, 5, 7]
     """
-    q, k, v = torch.arange((heads + 2 * groups) * width).split(
-        (heads * width, groups * width, groups * width)
-    )
-    return torch.cat([rows.view(groups, -1) for rows in (q, k, v)], 1).flatten()
+    parts = torch.arange(groups * sum(widths)).split([groups * width for width in widths])
+    return torch.cat([rows.view(groups, -1) for rows in parts], 1).flatten()
+
+
+def groups_of(model: ModelConfig, name: str) -> tuple[int, tuple[int, ...]]:
+    """Return the number of groups of a parameter of attention, and the rows of each part of them.
+
+    Gates count as heads of queries.
+    """
+    keys = model.linear_key_head_dim
+    groups = model.linear_num_key_heads
+    each = model.linear_num_value_heads // groups
+    values = each * model.linear_value_head_dim
+    if "in_proj" in name:
+        return groups, (2 * keys + 2 * values, 2 * each)
+    if "conv1d" in name:
+        return groups, (keys, keys, values)
+    d = model.kv_channels
+    groups = model.num_key_value_heads
+    return groups, (model.query_heads // groups * d, d, d)
 
 
 @dataclass(frozen=True)
@@ -72,6 +88,10 @@ class Matrix:
     columns      number of columns; None for vectors
     order        number of the Hugging Face row for each of our rows; None: the same number
     transposed   whether the Hugging Face tensors are [columns, rows]
+    convolution  whether they are [rows, 1, columns]
+    constants    values of tensors without dimensions that a folder has beside them, by name
+
+    NAME[E] is slice E of a tensor of all experts.
     """
 
     shape: Index
@@ -79,15 +99,23 @@ class Matrix:
     columns: int | None
     order: torch.Tensor | None
     transposed: bool
+    convolution: bool = False
+    constants: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def their_shapes(self) -> dict[str, Index]:
         """Return the shape of each Hugging Face tensor."""
         columns = () if self.columns is None else (self.columns,)
-        return {
-            name: (*columns, rows) if self.transposed else (rows, *columns)
-            for name, rows in self.counts.items()
-        }
+        shapes: dict[str, Index] = {}
+        for key, rows in self.counts.items():
+            name, indexed, _ = key.partition("[")
+            shape = (*columns, rows) if self.transposed else (rows, *columns)
+            if self.convolution:
+                shape = (rows, 1, *columns)
+            if indexed:
+                shape = (shapes[name][0] + 1 if name in shapes else 1, *shape)
+            shapes[name] = shape
+        return shapes | dict.fromkeys(self.constants, ())
 
     def rows(self, offset: Index, sizes: Index) -> torch.Tensor:
         """Return the numbers of the Hugging Face rows that make up a shard, in our order."""
@@ -105,6 +133,7 @@ class Matrix:
         if self.order is not None:
             flat = flat.index_select(0, self.order.argsort())
         for rows in flat.split(list(self.counts.values())):
+            rows = rows.unsqueeze(1) if self.convolution else rows
             yield (rows.t() if self.transposed else rows).contiguous()
 
 
@@ -120,13 +149,22 @@ def matrix_of(family: Family, model: ModelConfig, name: str, shape: Index) -> Ma
     counts = [rows // len(names)] * len(names)
     order = None
     if hf_modules.by_head:
-        heads = model.query_heads
-        groups = model.num_key_value_heads
-        order = rows_by_head(heads, groups, model.kv_channels)
-        if len(names) == 3:
-            counts = [n * model.kv_channels for n in (heads, groups, groups)]
-    named_counts = dict(zip(names, counts, strict=True))
-    return Matrix(shape, named_counts, columns, order, hf_modules.transposed and not vector)
+        groups, widths = groups_of(model, name)
+        order = rows_by_group(groups, widths)
+        if len(names) == len(widths):
+            counts = [groups * width for width in widths]
+    if hf_modules.interleaved:  # ours are [expert][gate, value][row]
+        order = torch.arange(rows).view(shape[0], -1, 2).transpose(1, 2).flatten()
+    number = name.split(".")[1] if name.startswith("layers.") else ""
+    return Matrix(
+        shape,
+        dict(zip(names, counts, strict=True)),
+        columns,
+        order,
+        hf_modules.transposed and not vector,
+        hf_modules.convolution,
+        {constant.format(number): x for constant, x in hf_modules.constants.items()},
+    )
 
 
 def tensors_of(family: Family, model: ModelConfig, shapes: Shapes) -> Shapes:
@@ -279,13 +317,18 @@ class SafetensorsReader:
         self._opened: Any = None
 
     def __call__(self, name: str) -> torch.Tensor:
+        name, _, index = name.partition("[")
         file, key = self._locations[name]
         if file != self._file:
             self._opened = None  # unmapped before another file is mapped
             self._file = file
             self._opened = open_tensors(self._folder / file)
         try:
-            tensor: torch.Tensor = self._opened.get_tensor(key)
+            tensor: torch.Tensor = (
+                self._opened.get_slice(key)[int(index.rstrip("]"))]
+                if index
+                else self._opened.get_tensor(key)
+            )
         except Exception as error:
             raise CheckpointError(
                 f"{self._folder / file}: {key} cannot be read ({str(error)[:200]})"
@@ -304,6 +347,8 @@ class SafetensorsReader:
             here = (index >= start) & (index < start + count)
             if here.any():
                 values = self(name).t() if matrix.transposed else self(name)
+                if matrix.convolution:
+                    values = values.squeeze(1)
                 if matrix.columns is not None:
                     values = values.narrow(1, offset[-1], target.shape[-1])
                 rows = index[here] - start
@@ -327,6 +372,13 @@ class SafetensorsReader:
             start += count
         if out is not None and out.data_ptr() != target.data_ptr():
             target.copy_(out.reshape(target.shape))
+        for name, constant in matrix.constants.items():
+            # files in bf16 round it
+            if name in self._locations and not math.isclose(self(name), constant, rel_tol=0.01):
+                raise CheckpointError(
+                    f"{self._folder}: {name} is {float(self(name)):g}, but only {constant:g} is "
+                    "supported"
+                )
         names = ", ".join(list(matrix.counts)[:4])
         check_finite(target, f"{names} in {self._folder}, as {target.dtype},")
 
@@ -373,10 +425,14 @@ def fill_shards(
         expected = {n: shape for of_one in theirs.values() for n, shape in of_one.items()}
         patterns = config.checkpoint.load_missing
         optional = {n for name in theirs if may_be_missing(name, patterns) for n in theirs[name]}
+        optional |= {n for n, shape in expected.items() if not shape}  # constants
         layers = config.model.num_layers
         locations, notes = find_tensors(folder, FAMILIES[kind], layers, expected, optional)
         lacks = [
-            name for name in shapes if not theirs.get(name, {"": ()}).keys() <= locations.keys()
+            name
+            for name in shapes
+            if not {n for n, shape in theirs.get(name, {"": (1,)}).items() if shape}
+            <= locations.keys()
         ]
         return kind, locations, lacks, notes
 

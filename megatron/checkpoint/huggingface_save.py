@@ -408,7 +408,8 @@ def _write_file(
                     tensor = tensor.to(_stored_as(name, dtype))
                     named = ", ".join(list(matrix.counts)[:2])
                     check_finite(tensor, f"{named}, written in {dtype}")
-                    for cut in matrix.cut(tensor):
+                    constants = (tensor.new_tensor(x) for x in matrix.constants.values())
+                    for cut in (*matrix.cut(tensor), *constants):
                         file.write(cut.view(-1).view(torch.uint8).numpy().data)
                     del tensor  # before the next one is made
                 file.finish()

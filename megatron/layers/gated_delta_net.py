@@ -168,7 +168,7 @@ class GatedDeltaNet(nn.Module):
         self.out_norm = Norm(context, f"{name}.out_norm", self.value_width, "rmsnorm", epsilon)
         self.dense = RowParallelLinear(
             context,
-            f"{name}.dense",
+            f"{name}.out_proj",
             (model.hidden_size, states * self.value_width),
             output_fill,
             False,

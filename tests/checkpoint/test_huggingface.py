@@ -39,10 +39,8 @@ LORA = dict(lora_rank=3, lora_alpha=5.0)
 USUAL = {(2, "mixtral"), *((4, case) for case in "gpt2 llama3 llama31 qwen2 qwen3 olmo2".split())}
 USUAL |= {(2, "qwen2_moe+lora"), (4, "gpt2+lora"), (4, "llama31+lora")}
 USUAL |= {(4, case) for case in "mixtral qwen2_moe qwen3_moe gemma2 pythia bloom".split()}
-USUAL |= {
-    (4, case)
-    for case in "gemma3 olmo3 smollm3 granite phi3 starcoder2 glm4_moe deepseek_v2 deepseek_v3".split()
-}
+USUAL |= {(4, case) for case in "gemma3 olmo3 smollm3 granite phi3 starcoder2 glm4_moe".split()}
+USUAL |= {(4, case) for case in "apertus gpt_oss qwen3_next deepseek_v2 deepseek_v3".split()}
 MARKED = [
     run if run in USUAL else pytest.param(*run, marks=pytest.mark.campaign("kills")) for run in RUNS
 ]

@@ -29,14 +29,15 @@ def ids(model, prompts=PROMPTS, **options):
 # all families are compared in checkpoint/test_huggingface.py.
 @pytest.mark.parametrize(
     "style",
-    "gpt2 bloom llama-yarn mistral gemma2 mixtral gemma3 smollm3 granite deepseek_v2 deepseek_v3".split(),
+    "gpt2 bloom llama-yarn mistral gemma2 mixtral gemma3 smollm3 granite deepseek_v2 deepseek_v3 "
+    "gpt_oss qwen3_next".split(),
 )
 def test_greedy_text_is_that_of_transformers(style, tmp_path):
     """40 tokens after prompts of different lengths in one batch; transformers has one at a time.
 
     The best score of each step is further from the second than rounding can move it. Large matrices
     of the layers, and a last norm that turns signs, make a text more than the repetition of a token
-    (the gains of Gemma are those of the norm minus one).
+    (the gains of Gemma and Qwen3-Next are those of the norm minus one).
     """
     reference = hugging_face(style, positions=80)
     with torch.no_grad():
@@ -44,7 +45,7 @@ def test_greedy_text_is_that_of_transformers(style, tmp_path):
             if p.ndim > 1 and (".h." in name or ".layers." in name):
                 p.mul_(2)
             if name.endswith(("ln_f.weight", "model.norm.weight")):
-                p.normal_(-1.0 if style.startswith("gemma") else 0.0, 1.0)
+                p.normal_(-1.0 if style.startswith(("gemma", "qwen3_next")) else 0.0, 1.0)
     reference.config.eos_token_id = reference.generation_config.eos_token_id = None
     reference.eval().save_pretrained(tmp_path)
     ours = megatron.load_model(f"hf:{tmp_path}")
@@ -87,6 +88,16 @@ ARCHITECTURES = {
         qk_head_dim=8,
         qk_pos_emb_head_dim=4,
         v_head_dim=6,
+        init_method_std=0.5,
+    ),
+    "linear": dict(
+        position_embedding_type="rope",
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=(2,),
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=6,
+        linear_value_head_dim=5,
         init_method_std=0.5,
     ),
     "blocked": dict(attention_backend="blocked", reset_position_ids=True),
