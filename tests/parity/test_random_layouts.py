@@ -130,6 +130,15 @@ def draw_experts(draw, ranks, fields):
     )
 
 
+def draw_part(draw, fields):
+    """Draw what is frozen, or adapters; for half of the models, nothing."""
+    patterns = ["embedding", "layers.[01]", "*layernorm*", "mlp", "self_attention.dense", "*.bias"]
+    frozen = dict(freeze=tuple(draw.sample(patterns, 2)))
+    targets = ["self_attention", "dense", "query_*"] + ["mlp"] * ("num_experts" not in fields)
+    adapted = dict(lora_rank=draw.choice([1, 3, 8]), lora_target=(draw.choice(targets),))
+    return draw.choice([{}, {}, frozen, adapted])
+
+
 @pytest.mark.campaign("parity")
 @pytest.mark.parametrize("seed", range(CASES))
 def test_drawn_layout_equals_one_process(seed):
@@ -140,6 +149,7 @@ def test_drawn_layout_equals_one_process(seed):
     fields |= context
     world_size *= context["context_parallel_size"]
     fields |= draw_experts(draw, world_size // fields["pipeline_model_parallel_size"], fields)
+    fields |= draw_part(draw, fields)
     check(
         fields, [result for (result,) in run_processes(world_size, train, [fields], timeout_s=600)]
     )
