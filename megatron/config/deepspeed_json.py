@@ -162,6 +162,8 @@ class _Merge:
                 written = value
                 value = _READ[key](value)
             value = option.accept(value)
+            if option.kind is dict and not value:  # switched off
+                return
         except ValueError as error:
             settings.mark_bad(name, f"{key} {error}", self._at(key))
             return
@@ -235,6 +237,12 @@ def _power_of_two(value: Any) -> float:
     return float(2.0**value)
 
 
+def _curriculum(value: object) -> Values:
+    if not isinstance(value, dict):
+        raise ValueError(f"must be an object, got {json.dumps(value)}")
+    return value if value.get("enabled") else {}
+
+
 def _on_the_host(value: object) -> bool:
     if value not in ("cpu", "none"):
         raise ValueError(f'expected "cpu" or "none", got {value!r}')
@@ -243,6 +251,7 @@ def _on_the_host(value: object) -> bool:
 
 _READ: Mapping[str, Callable[[Any], object]] = {
     "fp16.initial_scale_power": _power_of_two,
+    "curriculum_learning": _curriculum,
     "zero_optimization.offload_optimizer.device": _on_the_host,
 }
 """Functions that convert the value of an entry to that of its setting, by entry."""

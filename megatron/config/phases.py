@@ -21,9 +21,12 @@ except constant, which ends where it starts.
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.config.option import MOST_BATCH, MOST_TOKENS, Option, Range
 
@@ -196,3 +199,70 @@ def parse_iterations(words: Sequence[str]) -> list[tuple[int, int]]:
             )
         ranges.append((first, last))
     return ranges
+
+
+def parse_curriculum(entries: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """Return the (first iteration, sequence length) of each change in DeepSpeed's curriculum.
+
+    `entries` are those of curriculum_learning, as DeepSpeed documents them; iterations count from 1.
+    Raises ValueError for other entries and values.
+
+    >>> ramp = {"schedule_type": "fixed_linear", "min_difficulty": 8, "max_difficulty": 24}
+    >>> parse_curriculum(
+    ...     {**ramp, "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8}}
+    ... )
+    ((1, 8), (2, 16), (4, 24))
+    """
+    rest = {name: value for name, value in entries.items() if name != "enabled"}
+
+    def take(content: dict[str, Any], name: str, kind: type, many: bool = False) -> Any:
+        value = content.pop(name, None)
+        try:
+            return Option(kind=kind, many=many, limits=Range(1, 10**7)).accept(value)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+
+    if rest.pop("curriculum_type", "seqlen") != "seqlen":
+        raise ValueError("curriculum_type must be seqlen: only sequence lengths can grow")
+    schedule = rest.pop("schedule_type", None)
+    inner = dict(rest.pop("schedule_config", None) or {})
+    least = take(rest, "min_difficulty", int)
+    most = take(rest, "max_difficulty", int)
+    if schedule == "fixed_discrete":
+        lengths = take(inner, "difficulty", int, many=True)
+        ends = take(inner, "max_step", int, many=True)
+        if len(lengths) != len(ends) + 1 or list(ends) != sorted(set(ends)) or max(lengths) > most:
+            raise ValueError(
+                f"difficulty {list(lengths)} needs one length more than the ascending max_step "
+                f"{list(ends)}, and none above max_difficulty {most}"
+            )
+        changes = tuple(zip([1, *(end + 1 for end in ends)], lengths, strict=True))
+    elif schedule in ("fixed_linear", "fixed_root"):
+        root = take(inner, "root_degree", float) if schedule == "fixed_root" else 1.0
+        step = take(inner, "difficulty_step", int)
+        if most % step or not least <= most:
+            raise ValueError(
+                f"max_difficulty {most} must be a multiple of difficulty_step {step} and at least "
+                f"min_difficulty {least}"
+            )
+        changes = _ramp(least, most, take(inner, "total_curriculum_step", int), step, root)
+    else:
+        raise ValueError("schedule_type must be fixed_linear, fixed_root or fixed_discrete")
+    if rest or inner:
+        raise ValueError(f"has entries that are not read: {', '.join([*rest, *inner])}")
+    return changes
+
+
+@functools.lru_cache
+def _ramp(least: int, most: int, total: int, step: int, root: float) -> tuple[tuple[int, int], ...]:
+    """Return the changes of a length that grows with a root of the iteration, in whole steps."""
+    lowest = -(-least // step) * step
+    changes = [(1, lowest)]
+    for iteration in range(1, total + 1):
+        length = math.floor((iteration / total) ** (1 / root) * (most - least) + least)
+        length = max(length // step * step, lowest)
+        if length != changes[-1][1]:
+            changes.append((iteration, length))
+    if len(changes) > 1 and changes[1][0] == 1:
+        del changes[0]
+    return tuple(changes)

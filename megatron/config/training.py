@@ -500,6 +500,11 @@ class TrainingConfig:
         metavar="FIRST-LAST ...",
         flags="--skip-train-iteration-range --iterations-to-skip --train-iters-to-skip",
     )
+    curriculum_learning: dict[str, Any] = option(  # noqa: RUF009
+        dict,
+        "Sequence lengths that grow during the run: curriculum_learning of a DeepSpeed JSON.",
+        flags="",
+    )
     hang_timeout: float = option(
         300.0,
         "If a rank makes no progress for this many seconds, the job reports which rank waits for "

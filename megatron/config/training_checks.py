@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from megatron.config.duration import duration_s
@@ -9,6 +10,7 @@ from megatron.config.phases import (
     PHASED,
     norm_limits,
     parse_batch_sizes,
+    parse_curriculum,
     parse_iterations,
     parse_phases,
 )
@@ -93,6 +95,43 @@ def _skipped_iterations(config: Sections) -> Problems:
         parse_iterations(config.training.skip_train_iteration_range or ())
     except ValueError as error:
         yield f"--skip-train-iteration-range: {error}"
+
+
+@check("curriculum_learning", "seq_length")
+def _curriculum(config: Sections) -> Problems:
+    if not config.training.curriculum_learning:
+        return
+    try:
+        lengths = [length for _, length in parse_curriculum(config.training.curriculum_learning)]
+    except ValueError as error:
+        yield f"curriculum_learning: {error}"
+        return
+    if max(lengths) > config.model.seq_length:
+        yield (
+            f"curriculum_learning reaches {max(lengths)} tokens, but --seq-length is "
+            f"{config.model.seq_length}: make them equal"
+        )
+    parallel = config.parallel
+    context = parallel.context_parallel_size or 1
+    shares = context * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    multiple_of = math.lcm(shares, 2 * context if context > 1 else 1)
+    if odd := [length for length in lengths if length % multiple_of]:
+        yield (
+            f"curriculum_learning has samples of {odd[0]} tokens, but context and sequence "
+            f"parallelism need multiples of {multiple_of}: use a difficulty_step and a "
+            "min_difficulty that are such multiples"
+        )
+    for wrong, flag in (
+        (config.data.data_packing != "concat", f"--data-packing {config.data.data_packing}"),
+        (config.kernels.cuda_graph_impl is not None, "--cuda-graph-impl"),
+        (config.batch.step_batch_size_schedule, "--step-batch-size-schedule, which counts tokens"),
+        (
+            context > 1 and config.model.attention_dropout,
+            f"--attention-dropout {config.model.attention_dropout} with context parallelism",
+        ),
+    ):
+        if wrong:
+            yield f"curriculum_learning does not work with {flag}: use one of them"
 
 
 def _units(config: Sections, prefix: str) -> list[str]:

@@ -201,6 +201,7 @@ class MicroBatchStream:
     device            where `take` puts the micro-batches
     vocab_size        number of valid ids; `take` raises DataError for others. None: no check
     rearrange         what is done with the documents of each sample
+    length_at         length to which the samples after n consumed ones are cut; None: not cut
     """
 
     def __init__(
@@ -215,6 +216,7 @@ class MicroBatchStream:
         num_workers: int = 0,
         vocab_size: int | None = None,
         rearrange: FillInTheMiddle | None = None,
+        length_at: Callable[[int], int] | None = None,
     ) -> None:
         self.consumed_samples = consumed_samples
         self._dataset = dataset
@@ -225,6 +227,7 @@ class MicroBatchStream:
         self._device = torch.device(device)
         self._vocab_size = vocab_size
         self._rearrange = rearrange
+        self._length_at = length_at
         self._num_workers = num_workers if dataset is not None else 0
         # These threads end with the process, even during a read that a dead file system never
         # answers; threads of concurrent.futures would block its exit.
@@ -280,8 +283,10 @@ class MicroBatchStream:
         It is in host memory, which is pinned if the micro-batch is for an accelerator.
         """
         first = start + self._share.rank * self._share.micro_batch_size
+        length = None if self._length_at is None else self._length_at(start)
         if self._dataset is None:
-            return MicroBatch(_NOTHING, _NOTHING, _NOTHING, _NOTHING, None, first)
+            nothing = _NOTHING if length is None else torch.empty(0, length)
+            return MicroBatch(nothing, _NOTHING, _NOTHING, _NOTHING, None, first)
         self._order.check(start + self._chunk)
         positions = range(first, first + self._share.micro_batch_size)
         indices = self._order.indices(np.array(positions)).tolist()
@@ -289,10 +294,11 @@ class MicroBatchStream:
         tokens, segments, marks = zip(*samples, strict=True)
         packed = {lengths is not None for lengths in segments}
         assert len(packed) == 1, "a data set separates the pieces of all samples or of none"
+        shown = None if length is None else length + 1
         batch = make_micro_batch(
-            np.stack(tokens),
+            np.stack(tokens)[:, :shown],
             segments=segments if True in packed else None,
-            loss_tokens=marks,
+            loss_tokens=[None if one is None else one[:shown] for one in marks],
             separation=self._separation,
             first_sample=first,
         )

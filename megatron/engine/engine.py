@@ -783,11 +783,17 @@ def build_executor(
             config.kernels.cuda_graph_warmup_steps,
             engine.wait_for_weights,
         )
+    shape, dtype = message
+    if config.training.curriculum_learning:
+
+        def shape_of(batch: Any) -> tuple[int, ...]:
+            return batch.tokens.shape[-1] // config.parallel.sequence_ranks, *shape[1:]
+
     return Executor(
         topology,
         stages,
         config.schedule,
-        message,
+        (shape_of, dtype) if config.training.curriculum_learning else message,
         some.context.weight_gradients,
         before_training=engine.begin,
         after_backward=engine.pass_ends,

@@ -28,11 +28,11 @@ def merge(tmp_path):
     return run
 
 
-def refused(merge, content, *arguments, **more):
+def refused(merge, content, *arguments, in_file=True, **more):
     with pytest.raises(ConfigError) as raised:
         merge(content, *arguments, **more)
     text = str(raised.value)
-    assert "ds.json" in text
+    assert "ds.json" in text or not in_file
     return text
 
 
@@ -121,7 +121,6 @@ REFUSED = """
 {"scheduler": {"type": "WarmupLR"}} => => scheduler | --lr-decay-style
 {"flops_profiler": 7} => => flops_profiler | 7
 {"data_types": {"grad_accum_dtype": "fp16"}} => => data_types.grad_accum_dtype | 'fp16' | bf16
-{"curriculum_learning": {"enabled": true}} => => curriculum_learning | false
 {"amp": {"enabled": true}} => => amp | --bf16
 {"train_batch_size": "many"} => => train_batch_size | 'many'
 {"train_batch_size": 0} => => train_batch_size | at least 1
@@ -271,3 +270,32 @@ def test_a_contradiction_says_which_line_to_change(merge):
         text = refused(merge, LINED, *arguments.split(), base=[*BASE, "--lr", "1"])
         assert "1 problem:" in text and f"ds.json:{line}" in text, text
         assert all(word in text for word in words.split()), text
+
+
+LENGTHS = {"schedule_type": "fixed_discrete", "min_difficulty": 9, "max_difficulty": 64}
+STEPS = {"difficulty": [9, 64], "max_step": [3]}
+RAMP = {"total_curriculum_step": 3, "difficulty_step": 8}
+
+
+def test_a_curriculum(merge):
+    config, notices = merge({"curriculum_learning": {"enabled": False, "min_difficulty": 8}})
+    assert config.training.curriculum_learning == {} and notices == []
+    for changes, steps, flags, *words in (
+        ({"schedule_type": "custom"}, STEPS, "", "schedule_type", "fixed_root"),
+        ({"curriculum_type": "voc"}, STEPS, "", "curriculum_type", "seqlen"),
+        ({"min_difficulty": None}, STEPS, "", "min_difficulty"),
+        (
+            {"max_difficulty": 128},
+            {**STEPS, "difficulty": [9, 128]},
+            "",
+            "128",
+            "--seq-length is 64",
+        ),
+        ({}, {**STEPS, "max_step": [3, 5]}, "", "[9, 64]", "[3, 5]"),
+        ({"schedule_type": "fixed_linear"}, {**RAMP, "more": 1}, "", "more"),
+        ({}, STEPS, "--tensor-model-parallel-size 2 --sequence-parallel", "of 9", "multiples of 2"),
+        ({}, STEPS, "--step-batch-size-schedule 0:4 --global-batch-size 4", "--step-batch"),
+    ):
+        content = {"enabled": True, **LENGTHS, **changes, "schedule_config": steps}
+        text = refused(merge, {"curriculum_learning": content}, *flags.split(), in_file=False)
+        assert "1 problem:" in text and all(word in text for word in words), text

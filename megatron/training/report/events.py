@@ -29,6 +29,7 @@ class StepRecord:
     None on ranks without a term (see local_loss). consumed_samples and consumed_tokens include this
     step.
 
+    seq_length  length of its sequences; None: that of the run
     counted  fp64 [2], on the device: how many of this rank's micro-batches have a token in the
              loss, and how many it has in all; None: all have one, or the rank has no term
     """
@@ -45,6 +46,7 @@ class StepRecord:
     num_zeros: float | None = None
     params_norm: float | None = None
     counted: torch.Tensor | None = None
+    seq_length: int | None = None
 
     shown: ClassVar[Mapping[str, str]] = {
         "loss": "lm loss",

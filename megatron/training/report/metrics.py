@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import statistics
@@ -52,11 +53,21 @@ class FlopRates:
     model_flops_per_sample: float
     hardware_flops_per_sample: float
     peak_flops_per_s: float | None = None
+    shorter: Callable[[int], FlopRates] | None = None  # the same for shorter sequences
+
+    def at(self, length: int | None) -> FlopRates:
+        """Return the figures for sequences of this length; None: those of the run."""
+        same = length in (None, self.seq_length) or self.shorter is None
+        return self if same else self.shorter(length)  # type: ignore[misc, arg-type]
 
 
-def rates(config: Config, topology: Topology) -> FlopRates:
-    """Return the FLOPs per sample (see model.formulas), and the peak of this rank's device."""
-    model = config.model
+def rates(config: Config, topology: Topology, length: int | None = None) -> FlopRates:
+    """Return the FLOPs per sample (see model.formulas), and the peak of this rank's device.
+
+    A sample has `length` tokens, --seq-length by default.
+    """
+    model = dataclasses.replace(config.model, seq_length=length or config.model.seq_length)
+    config = dataclasses.replace(config, model=model)
     recompute = config.recompute
     parallel = config.parallel
     stages = assign_layers(model.num_layers, parallel.num_stages, parallel.pipeline_layout)
@@ -71,6 +82,7 @@ def rates(config: Config, topology: Topology) -> FlopRates:
         model_flops_per_sample=flops * model.seq_length,
         hardware_flops_per_sample=(flops + recompute_flops) * model.seq_length,
         peak_flops_per_s=None if peak is None else 1e12 * peak,
+        shorter=functools.cache(functools.partial(rates, config, topology)),
     )
 
 
@@ -178,16 +190,18 @@ class Interval:
             )
         )
         samples_per_s = sum(s.global_batch_size for s in steps) / elapsed_s
-        tokens_per_s = samples_per_s * rates.seq_length
-        model = samples_per_s * rates.model_flops_per_sample / rates.world_size
-        hardware = samples_per_s * rates.hardware_flops_per_sample / rates.world_size
+        per_sample = [(step.global_batch_size, rates.at(step.seq_length)) for step in steps]
+        tokens_per_s = sum(n * of.seq_length for n, of in per_sample) / elapsed_s
+        per_device_s = elapsed_s * rates.world_size
+        model = sum(n * of.model_flops_per_sample for n, of in per_sample) / per_device_s
+        hardware = sum(n * of.hardware_flops_per_sample for n, of in per_sample) / per_device_s
         peak = rates.peak_flops_per_s
-        excluded = ("loss", "skipped", "counted")
+        excluded = ("loss", "skipped", "counted", "seq_length")
         of_last_step = {k: v for k, v in vars(last).items() if k not in excluded}
         return Iteration(
             **of_last_step,
             total_iterations=total_iterations,
-            seq_length=rates.seq_length,
+            seq_length=per_sample[-1][1].seq_length,
             lm_loss=lm_loss,
             components=dict(zip(self._components, components, strict=True)) or None,
             loss_name=self._loss_name,

@@ -145,7 +145,7 @@ class TimeLeft(Callback):
 
     def on_log(self, run: Run, figures: events.Iteration) -> None:
         if self._costs is not None and run.progress.iteration < run.total_iterations:
-            done = figures.consumed_samples * figures.seq_length
+            done = figures.consumed_samples * run.config.model.seq_length
             left = self._costs.at(figures.tokens_per_s, done)
             run.reporter.say(f" at this speed: {left.time} for the rest of the run")
             self._costs = None

@@ -30,6 +30,7 @@ from megatron.data.sampler import MicroBatchStream, Separation, Share, sample_or
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import DataError, LaunchError
 from megatron.parallel.topology import Topology
+from megatron.training.run.schedules import BatchSchedule, LengthSchedule
 
 WAIT_S = 4 * 3600.0
 
@@ -54,17 +55,27 @@ def open_stream(
     left_out: Iterable[Sequence[int]] = (),
     *,
     cyclic: bool = False,
-    rearranged: bool = True,
+    iteration: int | None = None,
 ) -> MicroBatchStream:
     """Return this rank's micro-batches of `dataset` after the first `consumed_samples`.
 
     `left_out` has ranges [start, stop) of positions that are skipped. `cyclic` has the effect of
-    --dataloader-type cyclic. Documents are `rearranged` for --fim-rate. The micro-batches have no
-    content if this rank reads no data. Close the stream when done. Raises ConfigError for a token
-    of --fim-rate that the tokenizer lacks.
+    --dataloader-type cyclic. `iteration` is the number of steps taken before, in training; None for
+    evaluation, in which documents are not rearranged and sequences have their full length. The
+    micro-batches have no content if this rank reads no data. Close the stream when done. Raises
+    ConfigError for a token of --fim-rate that the tokenizer lacks.
     """
     data = config.data
-    rearrange = FillInTheMiddle.of(config, tokenizer) if rearranged else None
+    rearrange = None if iteration is None else FillInTheMiddle.of(config, tokenizer)
+    batches = BatchSchedule.from_config(config)
+    lengths = LengthSchedule.from_config(config)
+
+    def length_at(position: int) -> int:
+        if iteration is None:
+            return config.model.seq_length
+        before = batches.iterations_until(position, consumed_samples, full_steps=True)
+        return lengths.at(iteration + before + 1)
+
     if not reads_data(config, topology):
         dataset = None
     kind = "cyclic" if cyclic else data.dataloader_type
@@ -78,6 +89,7 @@ def open_stream(
         num_workers=data.num_workers,
         vocab_size=config.model.vocab_size,
         rearrange=rearrange,
+        length_at=length_at,
     )
 
 

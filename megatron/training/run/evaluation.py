@@ -214,7 +214,6 @@ def measure(
         samples.start,
         run.tokenizer,
         cyclic=corpus is not None,
-        rearranged=False,
     )
     run.chunks.eval()
     try:

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.duration import show_duration
 from megatron.config.option import MOST_SAMPLES
-from megatron.config.phases import PHASED, parse_batch_sizes, parse_phases
+from megatron.config.phases import PHASED, parse_batch_sizes, parse_curriculum, parse_phases
 from megatron.engine.optimizer_state import StepValues
 from megatron.errors import ConfigError
 from megatron.model.formulas import flops_per_token_of, parameters_of
@@ -133,6 +133,37 @@ class BatchSchedule:
         return iterations
 
 
+@dataclass(frozen=True)
+class LengthSchedule:
+    """Length of the sequences in training as a function of the iteration, counted from 1.
+
+    `changes` lists (first iteration, length), beginning with iteration 1.
+    """
+
+    changes: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def from_config(cls, config: Config) -> LengthSchedule:
+        entries = config.training.curriculum_learning
+        return cls(parse_curriculum(entries) if entries else ((1, config.model.seq_length),))
+
+    def at(self, iteration: int) -> int:
+        return self.changes[bisect.bisect_right(self.changes, (iteration, sys.maxsize)) - 1][1]
+
+    def stretches(
+        self, batches: BatchSchedule, iteration: int, consumed_samples: int, end: int = sys.maxsize
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield length, iterations and samples of each stretch between two iterations."""
+        starts = [first - 1 for first, _ in self.changes[1:]]
+        for (_, length), start in zip(self.changes, [*starts, sys.maxsize], strict=True):
+            steps = min(start, end) - iteration
+            if steps > 0:
+                samples = batches.samples_after(steps, consumed_samples) - consumed_samples
+                yield length, steps, samples
+                iteration += steps
+                consumed_samples += samples
+
+
 @dataclass
 class Progress:
     """Counts since the first step of the run, including all jobs before this one.
@@ -180,10 +211,15 @@ class Progress:
 
 
 def total_iterations(
-    config: Config, batches: BatchSchedule, iteration: int = 0, consumed_samples: int = 0
+    config: Config,
+    batches: BatchSchedule,
+    iteration: int = 0,
+    consumed_samples: int = 0,
+    consumed_tokens: int | None = None,
 ) -> int:
     """Return the iteration at which a run at `iteration` with `consumed_samples` will be done.
 
+    `consumed_tokens` is needed if the length of the sequences changes; by default all had the same.
     --train-samples is never exceeded; --train-tokens ends with the step that reaches it; if several
     are given, the earliest end counts. Raises ConfigError if none is given.
     """
@@ -197,10 +233,18 @@ def total_iterations(
             + batches.iterations_until(batch.train_samples, consumed_samples, full_steps=True)
         )
     if batch.train_tokens is not None:
-        samples = -(-batch.train_tokens // config.model.seq_length)
-        ends.append(
-            iteration + batches.iterations_until(samples, consumed_samples, full_steps=False)
-        )
+        if consumed_tokens is None or not config.training.curriculum_learning:
+            consumed_tokens = consumed_samples * config.model.seq_length
+        left = batch.train_tokens - consumed_tokens
+        end = iteration
+        lengths = LengthSchedule.from_config(config)
+        for length, steps, samples in lengths.stretches(batches, iteration, consumed_samples):
+            last = consumed_samples - (-left // length)
+            needed = batches.iterations_until(last, consumed_samples, full_steps=False)
+            end += min(steps, needed)
+            left -= samples * length
+            consumed_samples += samples
+        ends.append(end)
     if not ends:
         raise ConfigError(
             "the run has no end: give --train-iters, --train-samples or --train-tokens"
@@ -252,7 +296,10 @@ def run_costs(
     """Return the costs of a run with this progress; its speed and time are unknown."""
     batches = BatchSchedule.from_config(config)
     left = total_iterations(config, batches, iteration, consumed_samples) - iteration
-    tokens = batches.samples_after(max(left, 0), consumed_samples) * config.model.seq_length
+    lengths = LengthSchedule.from_config(config)
+    ahead = lengths.stretches(batches, iteration, consumed_samples, iteration + left)
+    tokens = consumed_samples * config.model.seq_length
+    tokens += sum(length * samples for length, _, samples in ahead)
     parameters = parameters_of(config)
     flops = tokens * flops_per_token_of(config)
     return RunCosts(nodes, parameters, tokens, tokens / parameters, flops)

@@ -79,6 +79,7 @@ from megatron.training.run.resume import (
 )
 from megatron.training.run.schedules import (
     BatchSchedule,
+    LengthSchedule,
     Progress,
     RunCosts,
     Schedules,
@@ -257,7 +258,8 @@ def assemble(
     with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):
         progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
     record_settings(settings, topology, reporter, progress.iteration)
-    end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
+    consumed = progress.iteration, progress.consumed_samples, progress.consumed_tokens
+    end = total_iterations(config, batches, *consumed)
     left = max(0, end - progress.iteration)
     train_samples = max(samples[0], batches.samples_after(left, progress.consumed_samples))
     datasets = extended(config, datasets, build, samples, train_samples)
@@ -278,7 +280,15 @@ def assemble(
         saves.saved_iteration = progress.iteration
     wall_time = build_wall_time(config, topology, reporter, saves, started, batches, datasets)
     position = progress.consumed_samples
-    stream = open_stream(config, topology, datasets.train, position, tokenizer, progress.left_out)
+    stream = open_stream(
+        config,
+        topology,
+        datasets.train,
+        position,
+        tokenizer,
+        progress.left_out,
+        iteration=progress.iteration,
+    )
     run = Run(
         config=config,
         topology=topology,
@@ -288,6 +298,7 @@ def assemble(
         executor=build_executor(config, topology, chunks, engine),
         schedules=Schedules.from_config(config),
         batches=batches,
+        lengths=LengthSchedule.from_config(config),
         progress=progress,
         total_iterations=end,
         datasets=datasets,

@@ -28,6 +28,7 @@ from megatron.training.report.reporter import Reporter
 from megatron.training.run.checkpoints import Saves
 from megatron.training.run.schedules import (
     BatchSchedule,
+    LengthSchedule,
     Progress,
     Schedules,
 )
@@ -100,6 +101,7 @@ class Run:
     executor: Executor
     schedules: Schedules
     batches: BatchSchedule
+    lengths: LengthSchedule
     progress: Progress
     total_iterations: int
     datasets: Datasets

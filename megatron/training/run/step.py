@@ -23,7 +23,7 @@ def train_step(run: Run) -> Spike | None:
     """
     progress = run.progress
     batches = run.batches
-    length = run.config.model.seq_length
+    length = run.lengths.at(progress.iteration + 1)
     run.topology.flight.step(progress.iteration)
     for callback in run.callbacks:
         callback.before_step(run)
@@ -56,6 +56,7 @@ def train_step(run: Run) -> Spike | None:
         values.lr,
         loss,
         counted=counted(micro_batches, weights, run.topology),
+        seq_length=length,
     )
     run.loop.in_progress = StepInProgress(step, micro_batches, losses, weights)
     run.reporter.console.advance(progress.iteration, samples * length)
@@ -84,7 +85,8 @@ def finish_step(run: Run) -> StepRecord | None:
         count_skip(run, in_progress, result)
     else:
         run.loop.skips = Skips()
-    run.progress.count(step.global_batch_size, run.config.model.seq_length, skipped=step.skipped)
+    assert step.seq_length is not None, "train_step gives it"
+    run.progress.count(step.global_batch_size, step.seq_length, skipped=step.skipped)
     run.interval.steps.append(step)
     for callback in run.callbacks:
         callback.on_step(run, step)
@@ -109,12 +111,14 @@ def skip_iterations(run: Run) -> bool:
     if not last:
         return False
     finish_step(run)
-    number = last - progress.iteration
+    progress.skipped_iterations += last - progress.iteration
     before = progress.consumed_samples
-    samples = run.batches.samples_after(number, before) - before
+    for length, number, samples in run.lengths.stretches(
+        run.batches, progress.iteration, before, last
+    ):
+        progress.advance(samples, length, number)
+    samples = progress.consumed_samples - before
     run.loop.train_stream.skip(samples)
-    progress.advance(samples, run.config.model.seq_length, number)
-    progress.skipped_iterations += number
     for callback in run.callbacks:
         callback.on_advance(run)
     run.reporter.say(

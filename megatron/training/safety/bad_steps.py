@@ -197,7 +197,13 @@ def _resume(run: Run, spike: Spike, progress: Progress) -> tuple[int, int]:
         callback.on_rollback(run, range(spike.start, spike.stop))
     run.loop.train_stream.close()
     run.loop.train_stream = open_stream(
-        run.config, run.topology, dataset, progress.consumed_samples, run.tokenizer, left_out
+        run.config,
+        run.topology,
+        dataset,
+        progress.consumed_samples,
+        run.tokenizer,
+        left_out,
+        iteration=progress.iteration,
     )
     run.loop.skips = Skips()
     return first, last
