@@ -37,7 +37,11 @@ class LatentAttention(nn.Module):
     The arguments are those of SelfAttention. Rows of the projections from latents are ordered
     [head][part without positions, rotated part] for queries and [head][key, value] for the others,
     the entries of the other latent [latent, rotated key].
+
+    caches_latents  False: cache keys and values of all heads, which takes more memory
     """
+
+    caches_latents = True
 
     def __init__(
         self,
@@ -111,7 +115,7 @@ class LatentAttention(nn.Module):
         if self.rotary is not None:
             angles = self.rotary.angles(s, call.position_ids, x.device)
             turned, shared = (self.rotary.rotate(part, angles) for part in (turned, shared))
-        if call.cache is not None:
+        if call.cache is not None and self.caches_latents:
             both = torch.cat((latent.unsqueeze(2), shared), dim=3)
             if (stored := call.cache.put(self.layer, both, both[..., :0])) is not None:
                 out = self._absorbed(plain, turned, stored[0], call)

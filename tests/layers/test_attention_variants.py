@@ -157,7 +157,7 @@ def equal(module, config, reference, angles, layer):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("settings", [dict(q_lora_rank=9), dict(softmax_type="learnable")])
 def test_latent_attention(settings, backend):
-    """Beside keys and values of all heads; so is its cache of latents, token by token."""
+    """Beside keys and values of all heads; so are its caches of latents and of all heads."""
     config = Config.create(
         **SIZES,
         **ROPE,
@@ -179,6 +179,12 @@ def test_latent_attention(settings, backend):
     )
     module = made(LatentAttention, config, 0)
     x, full = equal(module, config, expected_latent, (77, 3), 0)
+    for module.caches_latents in (True, False):
+        generated_is(full, module, x)
+
+
+def generated_is(full, module, x):
+    """Compare tokens that are added one by one with those of a full pass."""
     lengths = [2, 4]  # of prompts
     cache = KeyValueCache(lengths, S, x.device)
     with torch.inference_mode():
