@@ -5,6 +5,9 @@ All problems are collected; no check needs a process group or a file.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from megatron.config import io_checks, model_checks, parallel_checks, training_checks
 from megatron.config.io import is_same_folder
 from megatron.config.model import ACTIVATIONS
@@ -86,6 +89,24 @@ NEEDED = """
 """
 
 
+def _needed() -> Iterator[tuple[str, Any, list[str]]]:
+    """Yield a setting, the value it must have (None: any), and the settings that need it."""
+    for line in NEEDED.strip().splitlines():
+        rule, *names = line.split()
+        needed, _, word = rule.partition("=")
+        yield needed, all_options()[needed].parse([word]) if word else None, names
+
+
+def unneeded(values: Mapping[str, Any]) -> set[str]:
+    """Return the settings among `values` that have no effect, since what they need is not set."""
+    useless: set[str] = set()
+    for needed, value, names in _needed():
+        actual = values.get(needed, all_options()[needed].default)
+        met = needed not in useless and actual is not None and value in (None, actual)
+        useless.update(() if met else names)
+    return useless & values.keys()
+
+
 CHECKS = [
     each
     for module in (model_checks, parallel_checks, training_checks, io_checks)
@@ -127,17 +148,14 @@ def validate(settings: Settings) -> None:
     for low, high in ASCENDING:
         if settings.usable(low, high) and values[low] > values[high]:
             add(f"{written(low)} is greater than {written(high)}")
-    for line in NEEDED.strip().splitlines():
-        rule, *names = line.split()
-        needed, equals, word = rule.partition("=")
+    for needed, value, names in _needed():
         option = options[needed]
         actual = values[needed]
-        if not equals:
+        if value is None:
             words = option.metavar or "|".join(map(str, option.choices or "N"))
             is_met = actual is not None
             remedy = f"{option.flag} {words}"
         else:
-            value = option.parse([word])
             is_met = actual == value
             remedy = option.written(value)
             remedy += f", not {actual}" if actual else ""

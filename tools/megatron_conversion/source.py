@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from megatron.checkpoint.settings import ARCHITECTURE
 from megatron.config import Config
 from megatron.config.flags_of_others import changes_model
-from megatron.config.settings import all_options
+from megatron.config.model import ACTIVATIONS, ModelConfig
+from megatron.config.option import Option, options_of
+from megatron.config.translate import DIRECT
+from megatron.config.validate import unneeded
 from megatron.errors import CheckpointError, ConfigError
 from megatron.untrusted import is_count
 from megatron_conversion.unpickle import attributes
@@ -22,31 +24,6 @@ T = TypeVar("T")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("master", *MOMENTS)
 
-_MODEL = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "seq_length",
-    "max_position_embeddings",
-    "make_vocab_size_divisible_by",
-    "apply_layernorm_1p",
-    "swiglu",
-    "squared_relu",
-    "openai_gelu",
-    "qk_layernorm",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "untie_embeddings_and_output_weights",
-    "rotary_percent",
-    "rotary_interleaved",
-    "apply_residual_connection_post_layernorm",
-    "fp32_residual_connection",
-    "attention_dropout",
-    "hidden_dropout",
-    "init_method_std",
-)
 _RUN = (
     "lr",
     "min_lr",
@@ -73,7 +50,7 @@ _RUN = (
     "micro_batch_size",
 )
 PRECISION = {"fp16", "bf16"}  # a choice of one replaces both
-# Arguments that are not supported, unless they are off: (name, values that mean off).
+# Arguments of models whose parameters have no counterpart here: (name, values that mean off).
 _UNSUPPORTED = (
     ("num_experts", (None, 0, 1, [1], (1,))),
     ("multi_latent_attention", (None, False)),
@@ -81,17 +58,11 @@ _UNSUPPORTED = (
     ("num_residual_layers_per_attention", (None, 1)),
     ("use_mup", (None, False)),
     ("mtp_num_layers", (None, 0)),
-    ("window_size", (None,)),
-    ("softmax_type", (None, "vanilla")),
+    ("softmax_type", (None, "vanilla", "off-by-one")),
     ("attention_output_gate", (None, False)),
-    ("no_rope_freq", (None,)),
+    ("experimental_attention_variant", (None,)),
 )
-# Prefixes of our settings that settings_of reads separately, or _UNSUPPORTED rejects.
-_READ_SEPARATELY = (
-    *("vocab_size", "num_key_value_heads", "num_experts", "moe_", "position_embedding_type"),
-    *("rope_", "yarn_", "rotary_base", "normalization", "layernorm_epsilon"),
-    *("embedding_layernorm", "exact_gelu", "use_mup", "mup_", "window_size"),
-)
+_OTHERS = dict.fromkeys(name for name, _ in _UNSUPPORTED)
 
 
 @dataclass(frozen=True)
@@ -261,12 +232,53 @@ def layout_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _unread(name: str, value: Any, arguments: Mapping[str, Any]) -> bool:
-    """Return whether an argument changes the model, but `settings_of` does not read it."""
-    is_architecture = name in ARCHITECTURE and name not in _MODEL
-    if is_architecture and not name.startswith(_READ_SEPARATELY):
-        return value is not None and value != all_options()[name].default
-    return changes_model(name, value, arguments)
+def _of_model(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return settings of the model, and the arguments that cannot be read.
+
+    Arguments are named like flags, which the command line reads in the same way.
+    """
+
+    def named(spellings: Iterable[str]) -> list[str]:
+        return [spelling.lstrip("-").replace("-", "_") for spelling in spellings]
+
+    settings: dict[str, Any] = {}
+    unread = []
+    for option in options_of(ModelConfig):
+        if option.inert or option.name.startswith(("num_experts", "moe_")):
+            continue
+        names = [name for name in (option.name, *named(option.flags)) if name not in _OTHERS]
+        present = [name for name in names if arguments.get(name) is not None]
+        switches = dict(zip(named(option.shortcuts), option.shortcuts.values(), strict=True))
+        switched = [value for flag, value in switches.items() if arguments.get(flag) is True]
+        if not present and not switched:
+            continue
+        try:
+            value = switched[0] if switched else _accepted(option, arguments[present[0]])
+        except ValueError:
+            unread.append(f"{present[0]}={arguments[present[0]]!r:.60}")
+            continue
+        if value != option.default:
+            settings[option.name] = value
+    for spelling, direct in DIRECT.items():
+        (name,) = named([spelling])
+        value = arguments.get(name)
+        if (
+            value in (None, False)
+            or not set(direct.settings) <= ModelConfig.__dataclass_fields__.keys()
+        ):
+            continue
+        try:
+            settings = direct.read([str(value)]) | settings
+        except (ConfigError, ValueError):
+            unread.append(f"{name}={value!r:.60}")
+    return settings, unread
+
+
+def _accepted(option: Option, value: Any) -> Any:
+    """Return an argument's value in the type of a setting. Raises ValueError."""
+    if isinstance(value, str):
+        return option.parse([value])
+    return option.accept([value] if option.many and not isinstance(value, (list, tuple)) else value)
 
 
 def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,62 +286,35 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises CheckpointError, naming the features of the model that are not supported.
     """
+    of_model, unread = _of_model(arguments)
     unsupported = [
         f"{name}={arguments[name]!r}"
         for name, off in _UNSUPPORTED
         if arguments.get(name) not in off
     ]
+    unsupported += unread
     unsupported += [
         f"{name}={value!r:.60}"
         for name, value in arguments.items()
-        if name not in dict(_UNSUPPORTED) and _unread(name, value, arguments)
+        if name not in _OTHERS and changes_model(name, value, arguments)
     ]
-    positions = arguments.get("position_embedding_type")
-    if arguments.get("use_rotary_position_embeddings"):
-        positions = "rope"
-    elif not isinstance(positions, str):
-        alibi = arguments.get("use_alibi_position_embeddings")
-        positions = (
-            "alibi"
-            if alibi
-            else "none"
-            if arguments.get("add_position_embedding") is False
-            else None
-        )
-    if positions not in (None, "learned_absolute", "rope", "none", "alibi"):
-        unsupported.append(f"position_embedding_type={positions!r}")
     if unsupported:
         raise CheckpointError(
             f"the checkpoint's model has unsupported features: {', '.join(unsupported)}"
         )
     settings = {
         name: arguments[name]
-        for name in (*_MODEL, *_RUN)
+        for name in _RUN
         if isinstance(arguments.get(name), (bool, int, float, str))
     }
-    settings["vocab_size"] = arguments.get("vocab_size")
-    settings["embedding_layernorm"] = arguments.get("embed_layernorm")
-    interpolation_factor = arguments.get("rotary_seq_len_interpolation_factor")
-    if arguments.get("use_rope_scaling"):
-        settings["rope_scaling"] = "llama3"
-        settings["rope_scaling_factor"] = arguments.get("rope_scaling_factor")
-    elif interpolation_factor not in (None, 1):
-        settings["rope_scaling"] = "linear"
-        settings["rope_scaling_factor"] = interpolation_factor
-    settings["position_embedding_type"] = positions
-    if arguments.get("group_query_attention") is not False:
-        settings["num_key_value_heads"] = arguments.get("num_key_value_heads") or arguments.get(
-            "num_query_groups"
-        )
-    settings["layernorm_epsilon"] = arguments.get(
-        "layernorm_epsilon", arguments.get("norm_epsilon")
-    )
-    settings["rotary_base"] = arguments.get(
-        "rotary_base", arguments.get("rotary_position_embeddings_theta")
-    )
-    if isinstance(arguments.get("normalization"), str):
-        settings["normalization"] = arguments["normalization"].lower()
-    gelu = not any(arguments.get(name) for name in ("swiglu", "squared_relu", "openai_gelu"))
+    settings |= {name: of_model[name] for name in of_model.keys() - unneeded(of_model)}
+    if "position_embedding_type" not in arguments and not arguments.get(
+        "add_position_embedding", True
+    ):
+        settings.setdefault("position_embedding_type", "none")
+    if arguments.get("group_query_attention") is False:
+        settings.pop("num_key_value_heads", None)
+    gelu = not any(settings.get(name) for name in ACTIVATIONS)
     te = arguments.get("use_te_activation_func")
     if arguments and gelu and arguments.get("bias_gelu_fusion") is False and not te:
         # Megatron's fused GELU and Transformer Engine's are the tanh approximation; Megatron's

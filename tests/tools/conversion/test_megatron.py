@@ -267,8 +267,26 @@ def test_arguments_of_other_architectures():
         rope_scaling="llama3",
         rope_scaling_factor=32.0,
     )
-    stretched = settings_of({"rotary_seq_len_interpolation_factor": 4})
-    assert stretched == dict(rope_scaling="linear", rope_scaling_factor=4)
+    rope = {"use_rotary_position_embeddings": True, "position_embedding_type": "learned_absolute"}
+    stretched = settings_of({**rope, "rotary_seq_len_interpolation_factor": 4, "mscale": 0.7})
+    assert stretched == dict(
+        position_embedding_type="rope", rope_scaling="linear", rope_scaling_factor=4
+    )
+
+
+def test_arguments_are_read_like_flags():
+    """Settings without parameters change the model; others are those of features that are off."""
+    clamped = dict(swiglu=True, activation_func_clamp_value=7.0, glu_linear_offset=1.0)
+    assert settings_of({**clamped, "qk_l2_norm": True, "moe_router_topk": 8}) == {
+        **clamped,
+        "qk_l2_norm": True,
+    }
+    freq = dict(position_embedding_type="rope", no_rope_freq=4, window_size=(127, 0))
+    assert settings_of(freq) == {**freq, "no_rope_freq": (4,)}
+    assert settings_of({"glu_activation": "reglu"}) == {"reglu": True}
+    for name, value in (("softmax_type", "learnable"), ("normalization", "CRMSNorm")):
+        with pytest.raises(CheckpointError, match=f"{name}='{value}'"):
+            settings_of({name: value})
     layers = PipelineNames({1: ["word_embeddings.weight", "word_embeddings.norm.bias"]})
     assert layers.in_file(1, "word_embeddings.norm.bias") == "embedding_layernorm.bias"
     assert ours("language_model.embedding.word_embeddings.norm.weight") == (
