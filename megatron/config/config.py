@@ -276,6 +276,7 @@ def default_of(name: str) -> object:
 # Setting -> the setting whose value it takes if it is unset.
 _SAME_AS = pairs(
     "num_key_value_heads=num_attention_heads max_position_embeddings=seq_length "
+    "decoupled_lr=lr decoupled_min_lr=min_lr "
     "start_weight_decay=weight_decay end_weight_decay=weight_decay "
     "expert_tensor_parallel_size=tensor_model_parallel_size"
 )

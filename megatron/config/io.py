@@ -295,6 +295,15 @@ class DataConfig:
         metavar="TOKEN",
         derived="the tokenizer's",
     )
+    goldfish_loss: bool = option(
+        False,
+        "In training, exclude from the loss the tokens that a hash of the --goldfish-h tokens "
+        "before them selects, one in --goldfish-k, so that no text can be learned by heart.",
+    )
+    goldfish_k: int = option(50, "Goldfish loss: one in K tokens is excluded.", Range(2, 10**6))
+    goldfish_h: int = option(
+        50, "Goldfish loss: number of tokens that the hash covers.", Range(1, 10**4)
+    )
     mmap_bin_files: bool = option(True, "Memory-map .bin files.")
 
 

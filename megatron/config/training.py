@@ -71,12 +71,24 @@ class OptimizerConfig:
         "adam",
         "Optimizer. adam is AdamW (decoupled weight decay). muon orthogonalizes the updates of the "
         "layers' matrices; other parameters use AdamW.",
-        choices="adam sgd lion muon",
+        choices="adam sgd lion muon ademamix",
         value_names="adamw=adam fusedadam=adam fusedadamw=adam dist_muon=muon",
         hint="use --optimizer adam",
     )
     lr: float = option(None, "Maximum learning rate.", Range(above=0, at_most=1000))
     min_lr: float = option(0.0, "Minimum learning rate.", Range(0, 1000))
+    decoupled_lr: float = option(
+        None,
+        "Maximum learning rate of the word embedding and the output layer.",
+        Range(above=0, at_most=1000),
+        derived="lr",
+    )
+    decoupled_min_lr: float = option(
+        None,
+        "Minimum learning rate of the word embedding and the output layer.",
+        Range(0, 1000),
+        derived="min-lr",
+    )
     lr_decay_style: str = option(
         "linear",
         "Learning rate decay. WSD is warmup-stable-decay.",
@@ -194,6 +206,21 @@ class OptimizerConfig:
     )
     lion_beta1: float = option(0.95, "Share of the momentum in Lion's update.", SHARE)
     lion_beta2: float = option(0.98, "Decay of Lion's momentum.", SHARE)
+    ademamix_alpha: float = option(
+        2.0, "Factor of AdEMAMix's slow average in its update.", Range(0, 1000)
+    )
+    ademamix_beta3: float = option(
+        0.9999, "Decay of AdEMAMix's slow average.", Range(above=0, below=1)
+    )
+    ademamix_alpha_warmup: int | None = option(
+        None, "Number of steps in which the factor of the slow average grows from 0.", COUNT
+    )
+    ademamix_beta3_warmup: int | None = option(
+        None,
+        "Number of steps in which the half-life of the slow average grows from that of "
+        "--adam-beta1.",
+        COUNT,
+    )
     muon_momentum: float = option(0.9, "Muon momentum.", SHARE)
     muon_nesterov: bool = option(
         False, "Use Nesterov momentum in Muon.", flags="--muon-nesterov --muon-use-nesterov"
@@ -242,6 +269,12 @@ class OptimizerConfig:
     qk_clip_threshold: float = option(
         100.0, "Largest attention logit that QK-clip leaves as it is.", Range(above=0, at_most=1e9)
     )
+
+    @property
+    def decouples(self) -> bool:
+        """Return whether word embedding and output layer have a learning rate of their own."""
+        basis = self.schedule_basis or vars(self)
+        return any(basis.get(f"decoupled_{n}", basis[n]) != basis[n] for n in ("lr", "min_lr"))
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ NEEDED = """
     num_experts  moe_router_bias
     ema_decay  ema_warmup ema_interval eval_ema save_hf_ema
     optimizer=lion  lion_beta1 lion_beta2
+    optimizer=ademamix  ademamix_alpha ademamix_beta3 ademamix_alpha_warmup ademamix_beta3_warmup
+    goldfish_loss=true  goldfish_k goldfish_h
     optimizer=muon  muon_momentum muon_nesterov muon_split_qkv muon_scale_mode
     optimizer=muon  muon_extra_scale_factor muon_num_ns_steps muon_coefficient_type
     optimizer=muon  muon_fp32_matmul_prec

@@ -24,6 +24,7 @@ from megatron.data.arrays import BoolArray, Int64Array
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.permutation import permute
 from megatron.errors import DataError
+from megatron.parallel.keyed_random import GOLDEN, scramble
 
 if TYPE_CHECKING:
     from megatron.config.io import DataConfig
@@ -160,18 +161,24 @@ class Separation:
                           another document
     reset_position_ids    positions start at 0 after eod
     reset_attention_mask  attention treats the tokens after eod as another document
+    goldfish              k and h of `forgotten`, whose tokens are not in the loss; None: all are
     """
 
     eod: int | None = None
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
+    goldfish: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, data: DataConfig, tokenizer: Tokenizer | None) -> Separation:
+    def of(
+        cls, data: DataConfig, tokenizer: Tokenizer | None, training: bool = False
+    ) -> Separation:
         """Return the separation that the flags request, with the tokenizer's end-of-document id."""
         eod = None if tokenizer is None else tokenizer.eod
-        return cls(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+        goldfish = (data.goldfish_k, data.goldfish_h) if training and data.goldfish_loss else None
+        resets = data.reset_position_ids, data.reset_attention_mask
+        return cls(eod, *resets, data.eod_mask_loss, goldfish)
 
 
 @dataclass(frozen=True)
@@ -455,6 +462,8 @@ def make_micro_batch(
     for row, marked in enumerate(loss_tokens or ()):
         if marked is not None:
             in_loss[row] &= marked[1:] != 0
+    if separation.goldfish is not None:
+        in_loss &= ~forgotten(inputs, *separation.goldfish)
     starts = np.flatnonzero(opens[:, :-1])
     of_documents = np.diff(starts, append=inputs.size)
     positions = np.arange(inputs.size)
@@ -475,6 +484,24 @@ def make_micro_batch(
         document_lengths=of_documents if apart else None,
         padding=torch.from_numpy(padding) if padding.any() else None,
     )
+
+
+def forgotten(tokens: Int64Array, k: int, h: int) -> BoolArray:
+    """Return which labels the goldfish loss leaves out, those after each of the tokens [b, s].
+
+    The label after position j is left out if a hash of tokens j - h + 1 to j is among the lowest
+    1/k of its values (Hans et al., arXiv 2406.10209, section 3.1): the same passage always loses
+    the same tokens. The first h - 1 labels stay. The hash is a polynomial modulo 2^64, scrambled.
+    """
+    out = np.zeros(tokens.shape, bool)
+    if (last := tokens.shape[1] - h) < 0:
+        return out
+    numbers = scramble(tokens.astype(np.uint64))
+    total = np.zeros((len(tokens), last + 1), np.uint64)
+    for first in range(h):
+        total = total * np.uint64(GOLDEN) + numbers[:, first : first + last + 1]
+    out[:, h - 1 :] = scramble(total) < np.uint64(2**64 // k)
+    return out
 
 
 def _piece_starts(

@@ -37,6 +37,7 @@ class BucketKind(NamedTuple):
     eps_scale        factor on AdamW's epsilon
     experts          whether they belong to experts, which expert-parallel ranks do not share
     fp32             whether passes use fp32 weights, even if other weights have 16 bits
+    decoupled        whether --decoupled-lr is their learning rate
     unit             number of the unit that contains all of them (zero_plan._unit)
     """
 
@@ -48,6 +49,7 @@ class BucketKind(NamedTuple):
     eps_scale: float = 1.0
     experts: bool = False
     fp32: bool = False
+    decoupled: bool = False
     unit: int = 0
 
 
@@ -80,6 +82,7 @@ class BucketRule:
     limit            maximum number of elements in a bucket of several parameters
     full_parameters  function that tells whether the optimizer needs a full parameter
     scales           muP's factors on learning rate and epsilon
+    decouples        whether word embedding and output layer have a learning rate of their own
     settings         the settings that determine `full_parameters` and `scales`: rules with the
                      same limit and settings are equal
     """
@@ -87,6 +90,7 @@ class BucketRule:
     limit: float = math.inf
     full_parameters: Callable[[Sharding], bool] = field(default=lambda record: False, compare=False)
     scales: Scales = field(default=lambda record: (1.0, 1.0), compare=False)
+    decouples: bool = False
     settings: Hashable = None
 
     def plan(
@@ -143,6 +147,7 @@ class BucketRule:
             full_parameters=self.full_parameters(record),
             lr_scale=lr_scale,
             eps_scale=eps_scale,
+            decoupled=self.decouples and record.of_vocabulary,
         )
 
 
@@ -165,7 +170,9 @@ def bucket_rule(config: Config, ranks: int) -> BucketRule:
         return wants is not None and bool(wants(record.name, record.global_shape))
 
     key = repr((config.model, config.optimizer)), config.pieces.optimizer
-    return BucketRule(bucket_limit(config, ranks), full_parameters, mup_scales(config), key)
+    decouples = config.optimizer.decouples
+    limit = bucket_limit(config, ranks)
+    return BucketRule(limit, full_parameters, mup_scales(config), decouples, key)
 
 
 def bucket_elements(most: int, ranks: int) -> int:

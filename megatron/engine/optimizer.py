@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron.engine.buckets import BucketPlan
 from megatron.engine.optimizer_state import MASTER, OptimizerState, group_keys, has_16_bit_moments
-from megatron.engine.optimizers import SGD, AdamW, Lion, Muon
+from megatron.engine.optimizers import SGD, AdamW, AdEMAMix, Lion, Muon
 from megatron.errors import ConfigError
 from megatron.kernels.choose import choose_fusions, fused_adam
 from megatron.kernels.ops.optimizer import FusedAdamW
@@ -87,7 +87,8 @@ def parameter_groups(
     parameters  the parameters of each group
 
     A group's key `decays` tells whether its weight decay follows the schedule, and its key
-    `full_parameters` whether the optimizer needs full parameters. Its learning rate is the
+    `full_parameters` whether the optimizer needs full parameters, `decoupled` whether
+    --decoupled-lr is its rate. Its learning rate is the
     schedule's times its key `lr_scale`, by which its weight decay is divided: the product of the
     two, with which AdamW shrinks weights, is the same for all groups that decay. Its key
     `eps_scale` is the factor on AdamW's epsilon.
@@ -101,6 +102,7 @@ def parameter_groups(
             **group_keys(kind.full_parameters),
             "lr_scale": kind.lr_scale,
             "eps_scale": kind.eps_scale,
+            "decoupled": kind.decoupled,
         }
         for of_group, kind in zip(parameters, kinds, strict=True)
     ]
@@ -126,6 +128,8 @@ def build_optimizer(
         return SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum, fused=True)
     if settings.optimizer == "lion":
         return Lion(groups, settings.lr, (settings.lion_beta1, settings.lion_beta2))
+    if settings.optimizer == "ademamix":
+        return AdEMAMix(groups, settings)
     if settings.optimizer == "muon":
         return Muon(groups, config)
     betas = (settings.adam_beta1, settings.adam_beta2)

@@ -34,12 +34,14 @@ class StepValues(NamedTuple):
     weight_decay    for parameters that decay
     betas           for an optimizer whose groups have `betas`
     new_in_average  1 - decay of the average of the weights; 0: the average stays as it is
+    decoupled_lr    learning rate of the word embedding and the output layer; None: lr
     """
 
     lr: float
     weight_decay: float | None = None
     betas: tuple[float, float] | None = None
     new_in_average: float = 0.0
+    decoupled_lr: float | None = None
 
 
 class OptimizerState(NamedTuple):
@@ -101,6 +103,7 @@ OPTIMIZERS = {
     "adam": OptimizerState({"exp_avg": 4, "exp_avg_sq": 4}),
     "sgd": _MOMENTUM,
     "lion": OptimizerState({"exp_avg": 4}),
+    "ademamix": OptimizerState({"exp_avg": 4, "exp_avg_slow": 4, "exp_avg_sq": 4}),
     "muon": OptimizerState(
         {"exp_avg": 4, "exp_avg_sq": 4},
         full_parameters=_MOMENTUM,

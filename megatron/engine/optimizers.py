@@ -1,4 +1,4 @@
-"""Optimizers for --optimizer: torch's AdamW and SGD, Lion and Muon.
+"""Optimizers for --optimizer: torch's AdamW and SGD, Lion, AdEMAMix and Muon.
 
 AdamW with our kernel, or with bf16 moments, is in megatron/kernels/ops/optimizer.py.
 """
@@ -19,6 +19,7 @@ from megatron.kernels.ops.optimizer import Untraced
 
 if TYPE_CHECKING:
     from megatron.config import Config
+    from megatron.config.training import OptimizerConfig
 
 
 def untraced_step(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Any]:
@@ -88,6 +89,49 @@ class Lion(Untraced, SkipsOnDevice, torch.optim.Optimizer):
                 gradient = self.gradient(p)
                 self.move(p, torch.lerp(gradient, momentum, beta1).sign_(), group)
                 momentum.lerp_(gradient, (1.0 - beta2) * self.step_counts(p))
+
+
+# -- AdEMAMix --------------------------------------------------------------------------------------
+
+
+class AdEMAMix(SkipsOnDevice, AdamW):
+    """AdEMAMix (Pagliardini et al., arXiv 2409.03137, algorithm 1): AdamW with a slow average.
+
+    The slow average of the gradients is not corrected for its start at zero. Its share alpha grows
+    linearly, and its half-life ln(1/2) / ln(beta3) from beta1's, over their warm-ups (section 3).
+    """
+
+    def __init__(self, groups: Any, settings: OptimizerConfig) -> None:
+        self._settings = settings
+        betas = settings.adam_beta1, settings.adam_beta2
+        super().__init__(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
+
+    def _slow(self, step: Tensor, beta1: float) -> tuple[Tensor, Tensor]:
+        """Return alpha and beta3 of a step, counted from 1, in float64."""
+        o = self._settings
+        ones = torch.ones_like(step)
+        share = (step / (o.ademamix_beta3_warmup or 1)).clamp(max=1.0)
+        inverse = (1.0 - share) / (beta1 * ones).log() + share / (o.ademamix_beta3 * ones).log()
+        beta3 = inverse.reciprocal().exp().clamp(max=o.ademamix_beta3)
+        return o.ademamix_alpha * (step / (o.ademamix_alpha_warmup or 1)).clamp(max=1.0), beta3
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                gradient = self.gradient(p)
+                counts = self.step_counts(p)
+                state["step"] += counts
+                step = state["step"].to(p.device).double().clamp(min=1.0)  # 0 if all were skipped
+                alpha, beta3 = self._slow(step, beta1)
+                fast = state["exp_avg"].lerp_(gradient, (1.0 - beta1) * counts)
+                slow = state["exp_avg_slow"].lerp_(gradient, ((1.0 - beta3) * counts).float())
+                squares = state["exp_avg_sq"].lerp_(gradient.square_(), (1.0 - beta2) * counts)
+                root = squares.div((1.0 - beta2**step).float()).sqrt_().add_(group["eps"])
+                update = fast.div((1.0 - beta1**step).float()).add_(slow * alpha.float())
+                self.move(p, update.div_(root), group)
 
 
 # -- Muon ------------------------------------------------------------------------------------------

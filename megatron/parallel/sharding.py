@@ -90,6 +90,12 @@ class Sharding:
         return math.prod(self.shape)
 
     @property
+    def of_vocabulary(self) -> bool:
+        """Return whether this is the word embedding or the output layer."""
+        inside = self.name.startswith(("layers.", "embedding.position"))
+        return self.kind in ("embedding", "output") and not inside
+
+    @property
     def kind(self) -> Kind:
         return kind_of(self.name, self.global_shape)
 

@@ -46,7 +46,13 @@ MODEL = dict(
 # fewer key and value heads than tensor ranks, which share them; with biases, and few bytes
 MULTI_QUERY = dict(BASE, num_layers=2, global_batch_size=4, num_key_value_heads=1)
 TIED = dict(
-    BASE, num_layers=4, global_batch_size=4, position_embedding_type="rope", mtp_num_layers=1
+    BASE,
+    num_layers=4,
+    global_batch_size=4,
+    position_embedding_type="rope",
+    mtp_num_layers=1,
+    optimizer="ademamix",
+    decoupled_lr=3e-3,
 )
 EXPERTS = dict(
     MODEL,

@@ -59,6 +59,15 @@ SETTINGS = """
 --parallel-residual two_norms
 --final-logit-softcapping 30.0
 --logit-z-loss 0.0001
+--decoupled-lr 0.1
+--decoupled-min-lr 0.0001
+--goldfish-loss
+--goldfish-k 20
+--goldfish-h 10
+--ademamix-alpha 5.0
+--ademamix-beta3 0.99
+--ademamix-alpha-warmup 1000
+--ademamix-beta3-warmup 1000
 --mtp-num-layers 1
 --mtp-loss-scaling-factor 0.3
 --z-loss-strength 0.0001 => logit_z_loss 0.0001
@@ -453,8 +462,6 @@ ACCEPTED = """
 --cross-entropy-fusion-impl te
 --rotary-seq-len-interpolation-factor 1
 --use-precision-aware-optimizer
---decoupled-lr 0.001
---decoupled-min-lr 0
 --word-embedding-init-std 0.02
 --fp8-margin 0
 --fp8-interval 1
@@ -549,8 +556,6 @@ REFUSED = """
 --logits-load-dir p => remove
 --inprocess-restart => --requeue
 --use_turbo_attention maybe => value
---decoupled-lr 0.1 => --lr
---decoupled-min-lr 0.1 => --min-lr
 --shuffle-sample-in-corpus => --data-path
 --blend-sample-in-corpus => --data-path
 --adjust-word-embedding-init => --init-method-std
@@ -625,6 +630,8 @@ BESIDE = """
     --moe-input-jitter-eps --moe-expert-capacity-factor --moe-train-capacity-factor --moe-eval-capacity-factor \
     --moe-router-topk --moe-router-topk-scaling-factor --moe-router-pre-softmax --moe-router-score-function \
     --moe-router-bias-update-rate --moe-token-drop-policy --moe-per-layer-logging => --num-experts 8
+--goldfish-k --goldfish-h => --goldfish-loss
+--ademamix-alpha --ademamix-beta3 --ademamix-alpha-warmup --ademamix-beta3-warmup => --optimizer ademamix
 --mtp-loss-scaling-factor => --mtp-num-layers 1 --position-embedding-type rope
 --topk => --num-experts 8 --moe-router-pre-softmax
 --moe-shared-expert-intermediate-size => --num-experts 8 --disable-bias-linear

@@ -1,5 +1,6 @@
 """Micro-batches against a loop over positions."""
 
+import functools
 from itertools import pairwise
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from megatron.config.io import DataConfig
 from megatron.data.sampler import Separation, make_micro_batch
 from megatron.errors import DataError
 
@@ -120,3 +122,30 @@ def test_refuses():
     for lengths in ([2, 2], [4, -1]):
         with pytest.raises(DataError, match=r"sample 5: .*\[\d, -?\d\].* 3\b"):
             make_micro_batch(tokens, segments=[np.array(lengths)], first_sample=5)
+
+
+def test_the_goldfish_loss_forgets_the_same_tokens_of_a_passage_wherever_it_is():
+    """The hash is computed again with integers of any size."""
+    k, h = 4, 3
+
+    def scrambled(x):
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ x >> shift) * factor % 2**64
+        return x ^ x >> 31
+
+    tokens = np.random.default_rng(1).integers(0, 1000, (3, 401))
+    tokens[1, 100:160] = tokens[0, 7:67]
+    batch = make_micro_batch(tokens, separation=Separation(goldfish=(k, h)))
+    forgotten = (batch.loss_mask == 0).numpy()
+    for row in range(3):
+        for j in range(400):
+            before = tokens[row, max(0, j - h + 1) : j + 1].tolist()
+            value = 0
+            for token in before:
+                value = (value * 0x9E3779B97F4A7C15 + scrambled(token)) % 2**64
+            expected = len(before) == h and scrambled(value) < 2**64 // k
+            assert forgotten[row, j] == expected, (row, j)
+    assert (forgotten[1, 102:160] == forgotten[0, 9:67]).all() and forgotten[0, 9:67].any()
+    assert forgotten.mean() == pytest.approx(1 / k, abs=4 * (3 / 16 / forgotten.size) ** 0.5)
+    of = functools.partial(Separation.of, DataConfig(goldfish_loss=True), None)
+    assert of(training=True).goldfish == (50, 50) and of().goldfish is None

@@ -289,7 +289,11 @@ def on_layouts(size):
 def on_one(rank):
     out = on_layouts(1)
     topology = Topology.create()
-    optimizers = dict(sgd=dict(optimizer="sgd", sgd_momentum=0.9), lion=dict(optimizer="lion"))
+    optimizers = dict(
+        sgd=dict(optimizer="sgd", sgd_momentum=0.9),
+        lion=dict(optimizer="lion"),
+        ademamix=dict(optimizer="ademamix"),
+    )
     for p in PRECISIONS:
         for name, fields in optimizers.items():
             out[f"bad {name} {p}"] = bad_gradient(topology, p, 1, "mixed", **fields)

@@ -108,7 +108,7 @@ def test_bad_gradient_of_one_rank_skips_everywhere(runs, name):
     reference.check(assembled(ranks, "state"), atol=2e-6)
 
 
-@pytest.mark.parametrize("decides", ["sgd", "lion", "host"])
+@pytest.mark.parametrize("decides", ["sgd", "lion", "ademamix", "host"])
 @pytest.mark.parametrize("precision", cases.PRECISIONS)
 def test_a_skipped_step_leaves_weights_and_momentum(runs, precision, decides):
     ranks = runs[f"bad {decides} {precision}"]

@@ -111,7 +111,33 @@ class PlainMuon(_Plain):
         return kinds
 
 
-PLAIN = {"lion": PlainLion, "muon": PlainMuon}
+class PlainAdEMAMix(_Plain):
+    """Algorithm 1 of arXiv 2409.03137 with the schedules of its section 3; eps is the group's."""
+
+    def __init__(self, groups: Any, config: Config) -> None:
+        super().__init__(groups, config)
+        self.eps = {g["params"][0]: g.get("eps", config.optimizer.adam_eps) for g in groups}
+
+    def direction(self, p: Any, momentum: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        o = self.settings
+        state = self.state[p]
+        zeros = torch.zeros_like(g)
+        t = state["t"] = state.get("t", 0) + 1
+        end = o.ademamix_beta3_warmup or 1
+        log1, log3 = math.log(o.adam_beta1), math.log(o.ademamix_beta3)
+        power = log1 * log3 / ((1 - t / end) * log3 + t / end * log1)
+        beta3 = min(math.exp(power), o.ademamix_beta3) if t <= end else o.ademamix_beta3
+        alpha = o.ademamix_alpha * min(1.0, t / (o.ademamix_alpha_warmup or 1))
+        momentum.copy_(o.adam_beta1 * momentum + (1 - o.adam_beta1) * g)
+        slow = state["slow"] = beta3 * state.get("slow", zeros) + (1 - beta3) * g
+        squares = state["squares"] = (
+            o.adam_beta2 * state.get("squares", zeros) + (1 - o.adam_beta2) * g.square()
+        )
+        root = (squares / (1 - o.adam_beta2**t)).sqrt() + self.eps[p]
+        return (momentum / (1 - o.adam_beta1**t) + alpha * slow) / root
+
+
+PLAIN = {"lion": PlainLion, "muon": PlainMuon, "ademamix": PlainAdEMAMix}
 
 
 @torch.no_grad()

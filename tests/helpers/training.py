@@ -276,7 +276,8 @@ class TrainingJob:
         return total.item() / self.topology.tensor.size
 
     def step(self) -> Any:
-        return self.engine.step(self.config.optimizer.lr)
+        o = self.config.optimizer
+        return self.engine.step(o.lr, decoupled_lr=o.decoupled_lr)
 
     def parameters(self) -> dict[str, tuple[tuple[int, ...], np.ndarray]]:
         self.engine.wait_for_weights()
@@ -419,10 +420,11 @@ def train_plainly(
         unsharded.names += [s.name] * full
         decay = o.weight_decay if s.decay else 0.0
         rate, eps = scales_of_mup(config, s.name, s.global_shape)
+        ends = s.name in ("embedding.word_embeddings.weight", "output_layer.weight")
         groups.append(
             {
                 "params": [p],
-                "lr": o.lr * rate,
+                "lr": (o.decoupled_lr if ends else o.lr) * rate,
                 "weight_decay": decay / rate,
                 "full_parameters": unsharded if full else None,
                 "eps": o.adam_eps * eps,

@@ -240,6 +240,14 @@ MUON = dict(
 NESTEROV = {**MUON, "muon_nesterov": True}
 QK_CLIP = dict(qk_clip=True, qk_clip_threshold=0.1, qk_clip_alpha=0.3)
 # Without biases: softmax does not depend on that of the keys, whose gradient is pure rounding.
+# all of its warm-ups and constants within three steps
+ADEMAMIX = dict(
+    optimizer="ademamix",
+    ademamix_alpha=5.0,
+    ademamix_beta3=0.99,
+    ademamix_alpha_warmup=2,
+    ademamix_beta3_warmup=2,
+)
 LION = {**LLAMA, "optimizer": "lion", "lr": 1e-3}
 
 EXPERTS = dict(
@@ -353,7 +361,7 @@ TOGETHER = [
     layout(tp=2, recompute=FULL2, gradient_accumulation_fusion=False, **CHUNKS),
     layout(tp=2, sp=True, recompute=FULL, micro_batch_size=2, reset_attention_mask=True, **DROPOUT),
     layout(pp=2, schedule="zb-h1", recompute=FULL, micro_batch_size=2, reset_attention_mask=True),
-    layout(dp=2, **BF16),
+    layout(dp=2, **BF16, decoupled_lr=3e-3),
     layout(
         tp=2,
         sp=True,
@@ -391,7 +399,7 @@ TOGETHER = [
         **FAMILIES["linear"],
     ),
     layout(dp=2, zero=3, recompute=FULL, **FAMILIES["linear"]),
-    layout(dp=2, zero=3, recompute=FULL2, gradient_accumulation_fusion=False),
+    layout(dp=2, zero=3, recompute=FULL2, gradient_accumulation_fusion=False, **ADEMAMIX),
     folded(2, tp=2, recompute=MOE, **EXPERTS, **MUON),
     layout(pp=2, dp=2, zero=2, schedule="zb-h1", overlap_grad_reduce=False),
     experts(4, dp=4, recompute=MOE_ACT, **TWO_NODES, **BIASED),
@@ -723,7 +731,12 @@ CAMPAIGN = [
     # optimizers
     *[
         layout(**shape, **optimizer)
-        for optimizer in (MUON, {**NESTEROV, **LLAMA}, {**LION, **QK_CLIP})
+        for optimizer in (
+            MUON,
+            {**NESTEROV, **LLAMA},
+            {**LION, **QK_CLIP},
+            {**LLAMA, **ADEMAMIX, "decoupled_lr": 3e-3},
+        )
         for shape in (
             dict(tp=2, pp=2, dp=2),
             dict(tp=2, pp=2, dp=2, sp=True, schedule="interleaved"),

@@ -47,10 +47,12 @@ class StepRecord:
     params_norm: float | None = None
     counted: torch.Tensor | None = None
     seq_length: int | None = None
+    decoupled_learning_rate: float | None = None
 
     shown: ClassVar[Mapping[str, str]] = {
         "loss": "lm loss",
         "learning_rate": "learning-rate",
+        "decoupled_learning_rate": "decoupled-learning-rate",
         "global_batch_size": "batch-size",
         "loss_scale": "loss-scale",
         "grad_norm": "grad-norm",
@@ -124,7 +126,7 @@ class Start(Event):
 class Iteration(Event):
     """The figures of one log line.
 
-    Times, rates and lm_loss are means over the interval. learning_rate, global_batch_size,
+    Times, rates and lm_loss are means over the interval. Learning rates, global_batch_size,
     loss_scale, grad_norm, num_zeros and params_norm are those of its last step. lm_loss excludes
     skipped steps, and micro-batches without a token in the loss; it is None if every step was
     skipped or had no such token. `nan` counts steps whose loss is not finite. `empty` counts steps
@@ -210,6 +212,7 @@ class Iteration(Event):
     balancing: Mapping[str, float] | None = None
     components: Mapping[str, float | None] | None = None
     scalars: Mapping[str, float] | None = None
+    decoupled_learning_rate: float | None = None
     loss_name: str = "lm loss"
     experts: Mapping[str, Record] | None = None
     empty: int = 0

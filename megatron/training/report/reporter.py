@@ -53,6 +53,8 @@ def format_iteration(report: Iteration) -> str:
         f"learning rate: {report.learning_rate:.3E}",
         f"global batch size: {report.global_batch_size:5d}",
     ]
+    if report.decoupled_learning_rate is not None:
+        fields.insert(5, f"decoupled learning rate: {report.decoupled_learning_rate:.3E}")
     optional = [
         (f"{report.loss_name}: {{:.6E}}", report.lm_loss if report.lm_loss != 0.0 else None),
         ("loss scale: {:.1f}", report.loss_scale),

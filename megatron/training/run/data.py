@@ -61,9 +61,10 @@ def open_stream(
 
     `left_out` has ranges [start, stop) of positions that are skipped. `cyclic` has the effect of
     --dataloader-type cyclic. `iteration` is the number of steps taken before, in training; None for
-    evaluation, in which documents are not rearranged and sequences have their full length. The
-    micro-batches have no content if this rank reads no data. Close the stream when done. Raises
-    ConfigError for a token of --fim-rate that the tokenizer lacks.
+    evaluation, in which documents are not rearranged, sequences have their full length, and the
+    goldfish loss leaves out no tokens. The micro-batches have no content if this rank reads no
+    data. Close the stream when done. Raises ConfigError for a token of --fim-rate that the
+    tokenizer lacks.
     """
     data = config.data
     rearrange = None if iteration is None else FillInTheMiddle.of(config, tokenizer)
@@ -84,7 +85,7 @@ def open_stream(
         Share(config.batch.micro_batch_size, topology.replica, topology.layout.replicas),
         consumed_samples,
         order=sample_order(kind, 0 if dataset is None else len(dataset), left_out),
-        separation=Separation.of(data, tokenizer),
+        separation=Separation.of(data, tokenizer, iteration is not None),
         device=topology.device,
         num_workers=data.num_workers,
         vocab_size=config.model.vocab_size,

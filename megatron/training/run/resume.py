@@ -284,6 +284,7 @@ class _Course:
         assert values.weight_decay is not None, "its schedule always has a value"
         return {
             "learning rate": values.lr,
+            "decoupled learning rate": values.lr if (x := values.decoupled_lr) is None else x,
             "weight decay": values.weight_decay,
             "beta1": beta1,
             "beta2": beta2,

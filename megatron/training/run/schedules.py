@@ -338,7 +338,7 @@ _ENDLESS = ("constant", "inverse-square-root", "power")  # shapes that need no l
 _POWER = {"amplitude": 4.0, "exponent": -0.51}  # Shen et al., section 4
 # Prefixes of the settings that shape learning rate, weight decay and betas over the run.
 SCHEDULE = (
-    *"lr min_lr weight_decay start_weight_decay end_weight_decay adam_beta".split(),
+    *"lr min_lr decoupled_lr decoupled_min_lr weight_decay start_weight_decay end_weight_decay adam_beta".split(),
     *PHASED,
 )
 _BASIS = (
@@ -536,6 +536,7 @@ def _on_basis(config: Config) -> Config:
     """Return `config` with the settings that its schedules follow."""
     if not (basis := config.optimizer.schedule_basis):
         return config
+    basis = {"decoupled_lr": basis["lr"], "decoupled_min_lr": basis["min_lr"], **basis}
     sections = {
         name: replace(section, **{n: basis[n] for n in basis if hasattr(section, n)})
         for name in ("model", "batch", "optimizer")
@@ -620,7 +621,8 @@ class Schedules:
     """Values that may change from step to step.
 
     settings  settings of the optimizer, for the averaged weights
-    named     each schedule by its name; "beta1" and "beta2" only with a schedule of either or, for
+    named     each schedule by its name; "decoupled learning rate" only if it differs from the
+              learning rate, "beta1" and "beta2" only with a schedule of either or, for
               AdamW, if the schedules follow a checkpoint
     """
 
@@ -633,6 +635,9 @@ class Schedules:
         config = _on_basis(config)
         o = config.optimizer
         named = {"learning rate": learning_rate(config), "weight decay": weight_decay(config)}
+        decoupled = replace(o, lr=o.decoupled_lr, min_lr=o.decoupled_min_lr)
+        if decoupled != o:
+            named["decoupled learning rate"] = learning_rate(replace(config, optimizer=decoupled))
         scheduled = (o.adam_beta1_schedule, o.adam_beta2_schedule) != (None, None)
         if o.schedule_basis and o.optimizer == "adam" and config.pieces.optimizer is None:
             scheduled = True  # the engine gets its betas from this schedule
@@ -645,9 +650,11 @@ class Schedules:
         """Return the values of the next step."""
         p = progress
         here = (p.scheduled_iterations, p.scheduled_samples, p.scheduled_tokens)
-        lr, weight_decay, *betas = (schedule.at(*here) for schedule in self.named.values())
+        now = {name: schedule.at(*here) for name, schedule in self.named.items()}
         average = self._new_in_average(progress.scheduled_iterations)
-        return StepValues(lr, weight_decay, (betas[0], betas[1]) if betas else None, average)
+        betas = (now["beta1"], now["beta2"]) if "beta1" in now else None
+        decoupled = now.get("decoupled learning rate")
+        return StepValues(now["learning rate"], now["weight decay"], betas, average, decoupled)
 
     def _new_in_average(self, steps: int) -> float:
         decay = self.settings.ema_decay

@@ -57,6 +57,7 @@ def train_step(run: Run) -> Spike | None:
         loss,
         counted=counted(micro_batches, weights, run.topology),
         seq_length=length,
+        decoupled_learning_rate=values.decoupled_lr,
     )
     run.loop.in_progress = StepInProgress(step, micro_batches, losses, weights)
     run.reporter.console.advance(progress.iteration, samples * length)

@@ -230,3 +230,14 @@ def test_a_learning_rate_of_ones_own_takes_the_place_of_the_schedule():
             Schedules.from_config(wrong).at(at)
     with pytest.raises(ConfigError, match="104"):
         tiny(lr_decay_iters=104).with_pieces(learning_rate=lambda *_: 1.0)
+
+
+def test_the_decoupled_rate_has_its_own_ends():
+    """The same shape between other values; equal ends need no second schedule."""
+    fields = dict(lr_decay_iters=104, lr_warmup_iters=4)
+    schedules = Schedules.from_config(config(**fields, decoupled_lr=3.0, decoupled_min_lr=0.5))
+    at = Progress(scheduled_iterations=54, scheduled_samples=8 * 54, scheduled_tokens=128 * 54)
+    assert schedules.at(at).lr == pytest.approx(0.1 + 0.9 * 0.5)
+    assert schedules.at(at).decoupled_lr == pytest.approx(0.5 + 2.5 * 0.5)
+    same = Schedules.from_config(config(**fields, decoupled_lr=1.0))
+    assert same.at(at).decoupled_lr is None

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron.data.datasets import build_datasets
-from megatron.data.sampler import make_micro_batch
+from megatron.data.sampler import Separation, make_micro_batch
 from megatron.errors import MegatronError
 from tests.helpers.indexed import write_documents
 from tests.helpers.processes import run_processes
@@ -149,3 +149,23 @@ def test_a_step_without_a_token_in_the_loss_leaves_weights_and_optimizer(tmp_pat
     with_empty, without = runs
     assert [norm for _, norm, _ in with_empty].count(0.0) == 2
     assert [step for step in with_empty if step[0] is not None] == without
+
+
+def test_the_goldfish_loss_forgets_in_training_but_not_in_evaluation(tmp_path):
+    """Training and validation have the same samples; the weights do not move."""
+    fields = dict(goldfish_loss=True, goldfish_k=2, goldfish_h=2, eval_iters=1, eval_interval=1)
+    fields |= dict(calculate_per_token_loss=True, train_iters=1, log_interval=1)
+    data = Marked([True] * BATCH)
+    run_processes(2, run_on, {**fields, "save": str(tmp_path)}, data.marked, data.marked)
+    tokens = np.stack([data[i] for i in range(BATCH)])
+    marks = [data.loss_tokens(i) for i in range(BATCH)]
+    model = one_stage(tiny(**FIELDS))
+    expected = []
+    for goldfish in ((2, 2), None):
+        separation = Separation(goldfish=goldfish)
+        batch = make_micro_batch(tokens, loss_tokens=marks, separation=separation)
+        expected.append(model(batch, None).item())
+    events = records(tmp_path)
+    actual = [events[name][0]["lm_loss"] for name in ("iteration", "validation")]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    assert abs(expected[0] - expected[1]) > 1e-3
