@@ -66,6 +66,23 @@ RELEASED = {
         gpt(*(32, 4096, 32, 8192, 128256), ffn_hidden_size=14336, num_key_value_heads=8, **LLAMA),
         8_030_261_248,
     ),
+    "DeepSeek-V2": (
+        gpt(
+            *(60, 5120, 128, 4096, 102400),
+            **LLAMA,
+            ffn_hidden_size=12288,
+            multi_latent_attention=True,
+            kv_channels=192,
+            qk_layernorm=True,
+            q_lora_rank=1536,
+            kv_lora_rank=512,
+            num_experts=160,
+            moe_layer_freq=(0, *[1] * 59),
+            moe_ffn_hidden_size=1536,
+            moe_shared_expert_intermediate_size=3072,
+        ),
+        235_741_434_880,
+    ),
     "gemma-2-2b": (
         gpt(
             *(26, 2304, 8, 8192, 256000),

@@ -30,6 +30,13 @@ from tests.planner.timing.configs import RECOMPUTE, configs, run
     device="cpu",
 )
 @example(config=run("--recompute-granularity selective"), device="cpu")
+@example(
+    config=run(
+        "--multi-latent-attention --q-lora-rank 24 --qk-head-dim 24 --qk-pos-emb-head-dim 16",
+        "--v-head-dim 20 --attention-backend blocked --recompute-granularity selective",
+    ),
+    device="cpu",
+)
 @examples(6)
 @given(config=configs(), device=st.sampled_from(["cuda", "cpu"]))
 def test_flops_are_those_of_the_formulas(config, device):
