@@ -241,7 +241,7 @@ def _linear_attention(config: Sections) -> Problems:
             )
 
 
-@check("num_experts")
+@check()
 def _activations(config: Sections) -> Problems:
     model = config.model
     limits = model.activation_func_clamp_value is not None or model.glu_linear_offset

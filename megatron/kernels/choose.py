@@ -167,6 +167,8 @@ def linear_attention(device_type: str, dtype_name: str) -> OptionalPackage:
         reason = f"does not compute in {dtype_name}"
     else:
         reason = _import_problem("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+    if version and not reason and _older(version, (0, 3)):
+        reason = "has another order of dimensions before version 0.3"
     fallback = "torch's matrix products"
     return OptionalPackage("flash-linear-attention", version, not reason, reason, fallback)
 

@@ -42,6 +42,17 @@ CASES = """
 --window-size 5 --window-attn-skip-freq 1 0 => --window-attn-skip-freq 1,0 | 8 => --window-attn-skip-freq 4
 --window-size 5 --window-attn-skip-freq 0 => --window-attn-skip-freq 0 => --window-attn-skip-freq 1 0 1 0 1 0 1 0
 --window-size 5 --window-attn-skip-freq 1 => --window-attn-skip-freq 1 | --window-size => --window-attn-skip-freq -
+--experimental-attention-variant gated_delta_net --linear-attention-freq 1 \
+    => --linear-attention-freq 1 | --experimental => --linear-attention-freq 4
+--experimental-attention-variant gated_delta_net --linear-num-key-heads 3 \
+    => 32 | --linear-num-key-heads 3 => --linear-num-key-heads 4
+--experimental-attention-variant gated_delta_net --tensor-model-parallel-size 8 --linear-num-key-heads 4 \
+    => 4 | 8 => --linear-num-key-heads 8
+--experimental-attention-variant gated_delta_net --context-parallel-size 2 --attention-dropout 0 \
+    => gated_delta_net | --context-parallel-size => --context-parallel-size -
+--experimental-attention-variant gated_delta_net --qk-clip => gated_delta_net | --qk-clip => --qk-clip -
+--activation-func-clamp-value 7 => --activation-func-clamp-value | gelu => --quick-geglu
+--xielu --num-experts 4 => --xielu | --num-experts => --xielu -
 --position-embedding-type rope --no-rope-freq 1 => --no-rope-freq 1 | --position-embedding => --no-rope-freq 2
 --num-experts 4 --moe-layer-freq [0]*8 => --moe-layer-freq 0,0 | --num-experts => --moe-layer-freq [0]*7+[1]
 --window-attn-skip-freq 2 => --window-attn-skip-freq 2 | --window-size => --window-size 5

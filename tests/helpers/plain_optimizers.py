@@ -72,9 +72,9 @@ class PlainMuon(_Plain):
 
     @staticmethod
     def is_matrix(p: Any) -> bool:
-        """Return whether `p` is one of the four matrices of a layer."""
+        """Return whether `p` is one of the matrices of a layer."""
         words = sharding_of(p).name.split(".")
-        layers = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+        layers = "query_key_value dense dense_h_to_4h dense_4h_to_h in_proj out_proj".split()
         return words[-1] == "weight" and words[-2] in layers
 
     @torch.no_grad()

@@ -1,5 +1,8 @@
 """Gated DeltaNet against a recurrence over tokens in float64: chunks, documents, cache."""
 
+import sys
+import types
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -81,6 +84,29 @@ def test_chunks_are_the_recurrence(monkeypatch, chunk, lengths, recompute):
     expected = torch.autograd.grad(expected_out, [x, *named.values()], g)
     for name, a, b in zip(["x", *named], actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{n} {m}")
+
+
+def test_a_kernel_gets_the_same(monkeypatch):
+    """transformers' function stands in for flash-linear-attention's, whose arguments it has."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    module = types.ModuleType("fla.ops.gated_delta_rule")
+    module.chunk_gated_delta_rule = torch_chunk_gated_delta_rule
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    layer = made()
+    layer.fused = True
+    x = drawn(S, B, H)
+    lengths = [S, 4, 7]
+    padding = torch.arange(S) >= torch.tensor(lengths).unsqueeze(1)
+    caches = [KeyValueCache(lengths, S, x.device) for _ in range(2)]
+    with torch.no_grad():
+        out, _ = layer(x, CallContext(cache=caches[0], padding=padding))
+        layer.fused = False
+        expected, _ = layer(x, CallContext(cache=caches[1], padding=padding))
+    near = dict(rtol=1e-4, atol=1e-5)  # transformers computes in fp32
+    torch.testing.assert_close(out, expected, **near)
+    states = [cache.states[0][0].double() for cache in caches]
+    torch.testing.assert_close(*states, **near)
 
 
 def test_strong_decay_and_one_key_are_finite_and_right_in_fp32():
