@@ -162,9 +162,10 @@ def is_huggingface(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and not (folder / "manifest.json").exists()
 
 
-def read_config(folder: Path) -> Values:
-    """Return the fields of the config.json in a folder. Raises CheckpointError."""
-    fields: Values = read_json(folder / CONFIG, _CONFIG_LIMIT_BYTES, error=CheckpointError)
+def read_config(path: Path) -> Values:
+    """Return the fields of a config.json, or of that in a folder. Raises CheckpointError."""
+    path = path if path.is_file() else path / CONFIG
+    fields: Values = read_json(path, _CONFIG_LIMIT_BYTES, error=CheckpointError)
     return fields
 
 

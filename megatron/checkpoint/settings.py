@@ -65,24 +65,28 @@ def settings_to_take(
 ) -> tuple[str, dict[str, object], dict[str, object]]:
     """Return the settings that --use-checkpoint-args takes from the checkpoint to load.
 
-    For --load hf:FOLDER they come from that folder.
+    For --load hf:FOLDER they come from that folder, and for --model-from, where none must be
+    equal, from its config.json.
 
-    explicit   settings that the user gave, by name; "load" is among them
+    explicit   settings that the user gave, by name; "load" or "model_from" is among them
 
     Returns the file, the settings that must equal the checkpoint's, and the settings that apply
     unless `explicit` has others. Every rank reads the file itself, and opens no other checkpoint if
     the one that --load-tag or the tracker names can be read. `load` later checks the architecture
     of the checkpoint that rank 0 chooses. Raises CheckpointError.
     """
-    source = hugging_face_folder(explicit["load"])
+    new = explicit.get("model_from")
+    source = hugging_face_folder(explicit["load"]) if new is None else Path(new)
     if source is None:
         file, stored = _stored(explicit["load"], explicit.get("load_tag"))
         model = stored.get("model")
         tokenizer = stored.get("tokenizer", {})
     else:
-        file = source / huggingface_config.CONFIG
+        file = source if source.is_file() else source / huggingface_config.CONFIG
+        source = file.parent
         tokenizer = huggingface_config.tokenizer_settings(source)
-        model = plain(huggingface_config.read_model(source)[1])
+        fields = huggingface_config.read_config(file)
+        model = plain(huggingface_config.model_of(fields, str(file))[1])
     if not (isinstance(model, dict) and isinstance(tokenizer, dict)):
         raise CheckpointError(f"{file} does not hold the settings of a run")
     fixed = {name: model[name] for name in ARCHITECTURE if name in model}
@@ -102,6 +106,9 @@ def settings_to_take(
         fixed["vocab_size"] -= 1  # NullTokenizer adds one id
     elif kind not in (None, "HFTokenizer"):  # models with one often have more rows than it has ids
         fixed.pop("vocab_size", None)  # the tokenizer determines it
+    if new is not None:
+        deviation = fields.get("initializer_range")
+        return str(file), {}, {**fixed, **defaults, "init_method_std": deviation}
     return str(file), fixed, defaults
 
 

@@ -29,7 +29,7 @@ from megatron.errors import CheckpointError, ConfigError
 
 # Returns the file with a checkpoint's settings, the settings that must match the checkpoint's, and
 # those that apply unless the run gives others. The argument holds the settings given so far,
-# including `load`.
+# including `load` or `model_from`.
 # Raises CheckpointError.
 ReadCheckpoint = Callable[
     [Mapping[str, object]], tuple[str, Mapping[str, object], Mapping[str, object]]
@@ -193,8 +193,8 @@ def parse_args(
 
     world_size  number of processes that were started; None: --world-size, or its default, applies
     pieces      the user's own pieces
-    checkpoint  function that reads the settings for --use-checkpoint-args and --load hf:FOLDER;
-                None: no checkpoint is read
+    checkpoint  function that reads the settings for --use-checkpoint-args, --load hf:FOLDER and
+                --model-from; None: no checkpoint is read
     export      see finish
 
     --help and --print-config print and raise SystemExit(0); with --complete, --print-config
@@ -304,8 +304,15 @@ def _give_flags(settings: Settings, flags: Flags, checkpoint: ReadCheckpoint | N
         if one.origin not in defaults or one.value != default_of(name):
             settings.give(name, one.value, one.origin)
     from_there = hugging_face_folder(settings.explicit.get("load")) is not None
-    if checkpoint is not None and (from_there or settings.explicit.get("use_checkpoint_args")):
-        _give_checkpoint(settings, checkpoint)
+    loaded = from_there or settings.explicit.get("use_checkpoint_args")
+    if "model_from" in settings.explicit and (loaded or "--preset" in flags):
+        other = f"--load {settings.explicit['load']}" if from_there else "--use-checkpoint-args"
+        settings.problems.append(
+            f"--model-from {settings.explicit['model_from']} and {other if loaded else '--preset'} "
+            "both set the model: use one of them"
+        )
+    elif checkpoint is not None and (loaded or "model_from" in settings.explicit):
+        _give_checkpoint(settings, checkpoint, "load" if loaded else "model_from")
     if settings.explicit.get("deepspeed") or "--no-deepspeed" in flags:
         settings.notices.append("--deepspeed has no effect: the engine is always DeepSpeed")
     translate_late(settings, flags)
@@ -315,16 +322,20 @@ def _give_flags(settings: Settings, flags: Flags, checkpoint: ReadCheckpoint | N
             foreign.judge(settings, spelling, words)
 
 
-def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
-    """Set the checkpoint's settings, and record contradictions with its architecture."""
+def _give_checkpoint(settings: Settings, read: ReadCheckpoint, named_by: str) -> None:
+    """Set the checkpoint's settings, and record contradictions with its architecture.
+
+    named_by   the setting that names the checkpoint or the model
+    """
     source = ""
     fixed: Mapping[str, object] = {}
     suggested: Mapping[str, object] = {}
     try:
-        if "load" in settings.explicit:
+        if named_by in settings.explicit:
             source, fixed, suggested = read(settings.explicit)
     except CheckpointError as error:
-        settings.problems.append(f"--load {settings.explicit['load']}: {error}")
+        written = all_options()[named_by].written(settings.explicit[named_by])
+        settings.problems.append(f"{written}: {error}")
     if not source:  # that these are missing is not an additional problem
         settings.bad.update((*REQUIRED, "vocab_size"))
     for name, value in {**suggested, **fixed}.items():

@@ -367,6 +367,13 @@ class CheckpointConfig:
         metavar="FOLDER",
         one_start=True,
     )
+    model_from: str | None = option(
+        None,
+        "Hugging Face folder, or a config.json alone, from which a new model with random weights "
+        "takes its settings and, if there is one, its tokenizer, unless they are given.",
+        metavar="PATH",
+        one_start=True,
+    )
     load_tag: str | None = option(
         None,
         "Name or iteration of the checkpoint to load, instead of the latest.",

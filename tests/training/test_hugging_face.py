@@ -1,5 +1,6 @@
 """Training from a model of Hugging Face to another one."""
 
+import dataclasses
 import json
 
 import pytest
@@ -67,6 +68,27 @@ def test_contradictions(source, tmp_path):
         (["--load-tag", "7"], ("load-tag",)),
         (["--requeue", "--save", str(tmp_path / "run")], ("--requeue", "hf:")),
         (["--load", f"hf:{tmp_path}"], (str(tmp_path), "config.json")),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse_args([*hf, *words], 1, checkpoint=settings_to_take)
+        assert all(word in str(caught.value) for word in named), caught.value
+
+
+def test_a_new_model_from_a_config(source, tmp_path):
+    """Flags override its settings, as those of a preset, and --load is of the run's checkpoints."""
+    fields = json.loads((source / "config.json").read_text()) | {"initializer_range": 0.3}
+    alone = tmp_path / "some.json"
+    alone.write_text(json.dumps(fields))
+    hf = ["--model-from", str(alone), "--load", "run", *FLAGS, "--train-iters", "1"]
+    model = parse_args([*hf, "--num-layers", "3"], 1, checkpoint=settings_to_take).model
+    loaded = parse_args(["--load", f"hf:{source}", *hf[4:]], 1, checkpoint=settings_to_take).model
+    assert model == dataclasses.replace(loaded, num_layers=3, init_method_std=0.3)
+    hf[1] = str(source)
+    tokenizer = parse_args(hf, 1, checkpoint=settings_to_take).tokenizer
+    assert tokenizer.tokenizer_model == str(source)
+    for words, named in (
+        (["--use-checkpoint-args"], ("--model-from", "--use-checkpoint-args")),
+        (["--model-from", str(tmp_path)], (str(tmp_path), "config.json")),
     ):
         with pytest.raises(ConfigError) as caught:
             parse_args([*hf, *words], 1, checkpoint=settings_to_take)

@@ -108,6 +108,8 @@ def inputs(config: Config) -> list[Path]:
     """
     model = hugging_face_folder(config.checkpoint.load)
     paths = [] if model is None else model_files(model)
+    if (new := config.checkpoint.model_from) is not None:
+        paths += [Path(new)] if Path(new).is_file() else _in_folder(Path(new), (".json",))
     tokenizer = config.tokenizer
     data = config.data
     if (name := tokenizer.tokenizer_model) is not None:
