@@ -67,15 +67,25 @@ RECORD: Kinds = {
     _number: (
         "time step_time_s samples_per_s tokens_per_s tokens_per_s_per_device model_tflops "
         "hardware_tflops loss_scale grad_norm num_zeros params_norm lm_loss ema_loss loss median "
-        "learning_rate mfu hfu elapsed_s stall_s seconds bubble predicted_bubble energy_j "
+        "learning_rate decoupled_learning_rate mfu hfu elapsed_s stall_s seconds bubble predicted_bubble energy_j "
         "energy_kwh joules_per_token min_ms median_ms max_ms accuracy accuracy_bytes "
         "accuracy_tokens log_likelihood perplexity bits_per_byte tokens tokens_per_second"
     ).split(),
     is_text: (
-        "event device reason dataset corpus folder instead task checkpoint first file prompt text"
+        "event device reason dataset corpus folder instead task checkpoint first file prompt text "
+        "loss_name"
     ).split(),
     _yes_or_no: ("background",),
-    _table: ("config", "layout", "differs", "costs", "versions", "balancing"),
+    _table: (
+        "config",
+        "layout",
+        "differs",
+        "costs",
+        "versions",
+        "balancing",
+        "components",
+        "scalars",
+    ),
     _numbers: ("stage_memory_bytes",),
     _samples: ("samples",),
     _list_of(_counts): ("left_out",),

@@ -121,7 +121,7 @@ def test_distillation_from_a_teacher_equal_to_the_student_is_half_its_cross_entr
     """
     teacher, plain, student = (tmp_path / name for name in ("teacher", "plain", "student"))
     flags = [*TINY, "--mock-data", "--eval-iters", "1", "--eval-interval", "2"]
-    flags += ["--hidden-dropout", "0", "--attention-dropout", "0"]
+    flags += "--hidden-dropout 0 --attention-dropout 0 --calculate-per-token-loss".split()
     good(launch(1, [*flags, "--save", str(teacher), "--exit-interval", "1"]))
     flags += ["--load", str(teacher), "--save"]
     good(launch(1, [*flags, str(plain)]))

@@ -273,7 +273,8 @@ def loss(runs: Sequence[RecordedRun]) -> Iterator[Block]:
                 _curve("events", 6, "markers", y=y, axes=axes(at_step), text=text) | legend
             )
     if traces:
-        yield Plot("Loss (nats per token)", traces, {})
+        own = any(r.get("loss_name") for run in runs for r in run.of("iteration"))
+        yield Plot("Loss" if own else "Loss (nats per token)", traces, {})
     names = "corpus iteration tokens lm_loss perplexity samples elapsed_s"
     yield from _listed("Validation", runs, "validation", names)
 
