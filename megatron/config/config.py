@@ -422,6 +422,9 @@ def _experts(s: Settings) -> None:
     if s.usable("ffn_hidden_size"):
         s.fill("moe_ffn_hidden_size", v["ffn_hidden_size"], "derived from ffn-hidden-size")
         softmax = v["moe_router_score_function"] == "softmax"
+        if v["moe_router_pre_softmax"] and not softmax:  # as DeepSeek-V3's scripts have it
+            s.notices.append("--moe-router-pre-softmax has no effect: there is no softmax")
+            s.derive("moe_router_pre_softmax", False, "derived: there is no softmax")
         if softmax and v["moe_router_topk"] == 1 and not v["moe_router_pre_softmax"]:
             s.notices.append(
                 "--moe-router-topk 1 with a softmax over the chosen expert alone gives it the "

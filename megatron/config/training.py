@@ -118,6 +118,9 @@ class OptimizerConfig:
         "Warm-up as a fraction of --lr-decay-iters, --lr-decay-samples or --lr-decay-tokens.",
         SHARE,
     )
+    lr_warmup_init: float = option(
+        0.0, "Learning rate at which the warm-up starts.", Range(0, 1000)
+    )
     lr_warmup_iters: int = option(0, "Number of warm-up iterations.", NATURAL)
     lr_warmup_samples: int = option(0, "Number of warm-up samples.", Range(0, MOST_SAMPLES))
     lr_warmup_tokens: int | None = option(None, "Number of warm-up tokens.", Range(0, MOST_TOKENS))

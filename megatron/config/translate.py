@@ -422,19 +422,21 @@ class _Late:
     def _by_text(self, layers: int, chunks: int) -> list[int]:
         """Return the layers of each stage in Megatron's notation. Raises ValueError.
 
-        E, t and L are embedding, layer and loss; | separates stages; *n repeats the preceding
-        letter or bracket.
+        E, t, m and L are embedding, layer, layer of --mtp-num-layers and loss; | separates stages;
+        *n repeats the preceding letter or bracket.
         """
         layout = self._read(LAYOUT, _TEXT)
         text = _unroll(r"\(([^()]*)\)\*([0-9]{1,6})", layout.replace(",", ""))
-        stages = _unroll(r"([EtL|])\*([0-9]{1,6})", text)
+        stages = _unroll(r"([EtmL|])\*([0-9]{1,6})", text)
         counts = [stage.count("t") for stage in stages.split("|")]
-        if not re.fullmatch(r"Et+(\|t+)*L", stages) or len(counts) % self.pipeline:
+        predicted = self.settings.explicit.get("mtp_num_layers") or 0
+        form = rf"Et+(\|t+)*(m{{{predicted}}})?L"
+        if not re.fullmatch(form, stages) or len(counts) % self.pipeline:
             raise ValueError(
                 f"{LAYOUT} {layout[:80]} is not supported: the first stage must begin with E, the "
-                "last must end with L, each must have layers (t), and the number of stages must be "
-                f"a multiple of {self.pipeline}. Use --pipeline-layout with the layers of each "
-                "stage"
+                f"last must end with L, after {predicted} times m, each must have layers (t), and the "
+                f"number of stages must be a multiple of {self.pipeline}. Use --pipeline-layout with "
+                "the layers of each stage"
             )
         return counts
 

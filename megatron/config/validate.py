@@ -32,7 +32,10 @@ EXCLUSIVE = [
         "data_path data_file_list mock_data test_data_path",
         "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
         "rampup_batch_size step_batch_size_schedule",
-        *(f"lr_schedule lr_warmup_{unit}" for unit in ("iters", "samples", "tokens", "fraction")),
+        *(
+            f"lr_schedule lr_warmup_{unit}"
+            for unit in ("iters", "samples", "tokens", "fraction", "init")
+        ),
         *(f"lr_schedule lr_decay_{unit}" for unit in ("iters", "samples", "tokens")),
         *(f"lr_schedule lr_wsd_decay_{unit}" for unit in ("iters", "samples")),
     )
@@ -40,6 +43,7 @@ EXCLUSIVE = [
 # Pairs of settings of which the first must not be greater than the second.
 ASCENDING = (
     ("min_lr", "lr"),
+    ("lr_warmup_init", "lr"),
     ("yarn_beta_slow", "yarn_beta_fast"),
     ("min_loss_scale", "initial_loss_scale"),
     ("start_weight_decay", "end_weight_decay"),
@@ -84,7 +88,6 @@ NEEDED = """
     rope_scaling=yarn  yarn_mscale yarn_mscale_all_dim yarn_truncate
     window_size  window_attn_skip_freq rotary_local_base
     moe_shared_expert_intermediate_size  moe_shared_expert_gate moe_shared_expert_overlap
-    moe_router_score_function=softmax  moe_router_pre_softmax
     moe_router_score_function=sigmoid  moe_router_enable_expert_bias
     moe_router_num_groups  moe_router_group_topk moe_router_group_top_scores
     moe_router_group_topk  moe_router_num_groups

@@ -233,6 +233,7 @@ SETTINGS = """
 --optimizer adamw => optimizer adam
 --lr 0.0003
 --min-lr 0.0001
+--lr-warmup-init 0.0001
 --lr-decay-style constant
 --lr-decay-style inverse-square-root
 --lr-decay-style cosine

@@ -58,6 +58,7 @@ STAGES = """
 14 4 --pipeline-model-parallel-layout E,t*3|(t*4|)*2,t*3,L => 3,4,4,3
 14 4 --pipeline-model-parallel-layout Ettt|(tttt|)*2tttL => 3,4,4,3
 6 2 --pipeline-model-parallel-layout Et|tt|tt|tL => 1,2,2,1
+7 4 --pipeline-model-parallel-layout Et|tt|t*3|tm*2L --mtp-num-layers 2 --position-embedding-type rope => 1,2,3,1
 # The layout may be repeated in our words.
 30 4 --decoder-first-pipeline-num-layers 6 --pipeline-layout 6,8,8,8 => 6,8,8,8
 """
@@ -164,6 +165,7 @@ IMPOSSIBLE = """
     => 2 --num-virtual-stages-per-pipeline-rank 2 | --num-layers-per-virtual-pipeline-stage 3
 4 2 --pipeline-model-parallel-layout E|tt|tt|L => 1 E|tt|tt|L | --pipeline-layout
 4 2 --pipeline-model-parallel-layout Ett|ttm|L => 1 Ett|ttm|L
+4 2 --pipeline-model-parallel-layout Ett|ttmL => 1 Ett|ttmL | 0 times m
 4 3 --pipeline-model-parallel-layout Ett|ttL => 1 multiple of 3
 4 2 --pipeline-model-parallel-layout Ett|t*999999|L => 1 letters
 4 2 --pipeline-model-parallel-layout Ett|t*99999999999|L => 1 t*9999999

@@ -154,6 +154,7 @@ CASES = """
 --main-grads-dtype bf16 => --main-grads-dtype bf16 | --bf16 => --bf16
 --attention-dropout 1.0 => --attention-dropout | 1.0 => --attention-dropout 0.99
 --hidden-dropout -0.1 => --hidden-dropout | -0.1 => --hidden-dropout 0.0
+--lr 0.0001 --lr-warmup-init 0.001 => --lr-warmup-init 0.001 | --lr 0.0001 => --lr-warmup-init 0.0001
 --lr 0.0001 --min-lr 0.001 => --min-lr 0.001 | --lr 0.0001 => --min-lr 0.0001
 --lr 0.0 => --lr => --lr 1e-09
 --train-iters 10 --train-samples 100 => --train-iters 10 | --train-samples 100 => --train-iters -

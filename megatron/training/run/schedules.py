@@ -2,7 +2,7 @@
 
 This module is pure arithmetic, without torch. Schedules take the amounts consumed before a step
 (iterations, samples, tokens) and return the value for that step. With warm-up the very first step
-therefore has learning rate 0, as in Megatron. The unit of a schedule is the unit of the run's
+therefore has learning rate 0, or --lr-warmup-init, as in Megatron. The unit of a schedule is the unit of the run's
 length (samples take precedence over iterations, iterations over tokens). Only the learning rate's
 schedule has another unit if --lr-decay-tokens, --lr-decay-samples or --lr-decay-iters is set: the
 unit of the first of these. A warm-up or WSD decay given in another unit is converted with the full
@@ -576,7 +576,7 @@ def learning_rate(config: Config) -> PhaseSchedule:
             f"the learning rate's decay ends after {decay:g} {unit}, not later "
             f"than its warm-up of {warmup:g}: shorten the warm-up or lengthen the decay"
         )
-    pieces = [Piece("warmup", 0.0, warmup, 0.0, lr)] if warmup > 0 else []
+    pieces = [Piece("warmup", 0.0, warmup, o.lr_warmup_init, lr)] if warmup > 0 else []
     if style == "constant":
         pieces.append(_constant(lr, warmup))
     elif style == "WSD":

@@ -41,12 +41,15 @@ SHAPES = "linear", "cosine", "exponential", "minus_sqrt"
 
 
 @given(
-    st.sampled_from(["constant", "linear", "cosine", "inverse-square-root"]), st.integers(0, 130)
+    st.sampled_from(["constant", "linear", "cosine", "inverse-square-root"]),
+    st.integers(0, 130),
+    st.sampled_from([0.0, 0.05]),
 )
-def test_closed_forms(style, at):
-    schedule = learning_rate(config(lr_decay_style=style, lr_decay_iters=104, lr_warmup_iters=4))
+def test_closed_forms(style, at, init):
+    fields = dict(lr_decay_iters=104, lr_warmup_iters=4, lr_warmup_init=init)
+    schedule = learning_rate(config(lr_decay_style=style, **fields))
     if at <= 4:
-        expected = at / 4
+        expected = init + (1 - init) * at / 4
     elif style == "inverse-square-root":
         expected = math.sqrt(4 / at) if at <= 104 else 0.1
     else:
