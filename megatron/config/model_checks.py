@@ -75,7 +75,6 @@ def _latent_attention(config: Sections) -> Problems:
         ("clip_qkv", None, "its queries, keys and values are not clipped"),
         ("qk_clip", False, "a key of all heads cannot be scaled for one"),
         ("use_mup", False, "muP has no rules for its latents"),
-        ("lora_rank", None, "its projections to latents have no adapters"),
     )
     for name, value, why in others:
         if config.get(name) != value:

@@ -152,7 +152,7 @@ class LatentAttention(nn.Module):
         stored         latents and shared keys so far  # [b, 1, n, latent + rotated entries]
         """
         assert call.cache is not None, "there are stored latents"
-        weight = self.key_value.weight.view(self.heads, -1, self.latent)
+        weight = self.key_value.merged_weight().view(self.heads, -1, self.latent)
         to_keys, to_values = weight.split(self.widths, dim=1)
         queries = torch.cat((torch.einsum("sbnd,ndl->sbnl", plain, to_keys), turned), dim=3)
         scoring = self.core.scoring

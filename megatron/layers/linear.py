@@ -400,7 +400,8 @@ class Adapter(nn.Module):
     The tensor ranks divide the dimension that they divide in W, and all hold the other factor.
 
     factor       f
-    shape, rows  see ColumnParallelLinear, which has `column`
+    shape, rows  see ColumnParallelLinear
+    dims         dimensions of A and B that the tensor ranks divide
     """
 
     def __init__(
@@ -408,19 +409,19 @@ class Adapter(nn.Module):
         context: LayerContext,
         name: str,
         shape: tuple[int, ...],
-        column: bool,
+        dims: tuple[int | None, int | None],
         rank: int,
         factor: float,
         rows: tuple[Rows | None, Rows | None] = (None, None),
     ) -> None:
         super().__init__()
-        self.column = column
+        self.dims = dims
         self.factor = factor
+        self.keeps = not context.gives_terms  # the kind of gradient that the layer gives
         make = context.parameters.create
-        of_all: dict[str, Any] = {"dim": None, "partial_gradient": context.gives_terms}
-        of_a: dict[str, Any] = of_all if column else {"dim": 1}
+        of_all: dict[str, Any] = {"partial_gradient": context.gives_terms}
+        of_a, of_b = ({"dim": dim, **(of_all if dim is None else {})} for dim in dims)
         self.a = make(f"{name}.lora_a", (rank, shape[-1]), fill=_of_inputs, **of_a)
-        of_b: dict[str, Any] = {"dim": len(shape) - 2} if column else of_all
         b = f"{name}.lora_b", (*shape[:-1], rank)
         self.b = make(*b, fill=constant(0.0), rows=rows[0], **of_b)
         self.b_shared: nn.Parameter | None = None
@@ -431,14 +432,14 @@ class Adapter(nn.Module):
         self, x: Tensor, y: Tensor, context: LayerContext, recompute_input: RecomputeInput
     ) -> Tensor:
         """Return y, the layer's product with x, plus the adapter's."""
-        within = context.alone()
-        keeps = not context.gives_terms  # the kind of gradient that a row-parallel layer gives
+        alone = self.keeps, context.alone()
+        of_a, of_b = (
+            alone if dim is None else (column, context)
+            for dim, column in zip(self.dims, (False, True), strict=True)
+        )
         b: Weights = (self.b,) if self.b_shared is None else (self.b, self.b_shared)
-        if self.column:
-            narrow = linear(x, keeps, within, recompute_input, (self.a,))
-            return y + linear(narrow * self.factor, True, context, None, b)
-        narrow = linear(x, False, context, recompute_input, (self.a,))
-        return y + linear(narrow * self.factor, keeps, within, None, b)
+        narrow = linear(x, *of_a, recompute_input, (self.a,))
+        return y + linear(narrow * self.factor, *of_b, None, b)
 
 
 def _of_inputs(block: Tensor, generator: torch.Generator, shape: tuple[int, ...]) -> None:
@@ -485,7 +486,8 @@ class ColumnParallelLinear(nn.Module):
                 )
         adapter = context.adapter(name)
         split = local, shared
-        self.adapter = adapter and Adapter(context, name, shape, True, *adapter, split)
+        dims = None, dim
+        self.adapter = adapter and Adapter(context, name, shape, dims, *adapter, split)
 
     def apart(
         self, x: Tensor, recompute_input: RecomputeInput = None
@@ -509,6 +511,13 @@ class ColumnParallelLinear(nn.Module):
         y, vector = self.apart(x, recompute_input)
         return y if vector is None else y + vector
 
+    def merged_weight(self) -> Tensor:
+        """Return this rank's rows of the weight, with the adapter's part."""
+        if self.adapter is None:
+            return self.weight
+        product = self.adapter.b.flatten(0, -2) @ self.adapter.a
+        return self.weight + self.adapter.factor * product.view_as(self.weight)
+
     def _weights(self) -> Weights:
         shared = self.weight_shared
         return (self.weight,) if shared is None else (self.weight, shared)
@@ -524,9 +533,14 @@ class ReplicatedLinear(nn.Module):
         self.context = context.alone()
         self.column = not context.gives_terms  # the kind of gradient that the input gets
         self.weight = context.parameters.create(f"{name}.weight", shape, None, fill)
+        adapter = context.adapter(name)
+        self.adapter = adapter and Adapter(context, name, shape, (None, None), *adapter)
 
     def forward(self, x: Tensor, recompute_input: RecomputeInput = None) -> Tensor:
-        return linear(x, self.column, self.context, recompute_input, (self.weight,))
+        y = linear(x, self.column, self.context, recompute_input, (self.weight,))
+        if self.adapter is not None:
+            y = self.adapter(x, y, self.context, recompute_input)
+        return y
 
 
 class RowParallelLinear(nn.Module):
@@ -556,7 +570,7 @@ class RowParallelLinear(nn.Module):
             make(f"{name}.bias", shape[:1], None, constant(0.0), decay=False) if bias else None
         )
         adapter = context.adapter(name)
-        self.adapter = adapter and Adapter(self.context, name, shape, False, *adapter)
+        self.adapter = adapter and Adapter(self.context, name, shape, (1, None), *adapter)
 
     def forward(
         self, x: Tensor, recompute_input: RecomputeInput = None

@@ -89,6 +89,7 @@ ARCHITECTURES = {
         qk_pos_emb_head_dim=4,
         v_head_dim=6,
         init_method_std=0.5,
+        lora_rank=3,
     ),
     "linear": dict(
         position_embedding_type="rope",
@@ -107,6 +108,8 @@ ARCHITECTURES = {
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_cache_and_batch_change_nothing(name):
     model = one_process(**{**FIELDS, **ARCHITECTURES[name]})
+    for p in filter(lambda p: p.sharding.name.endswith("lora_b"), model.chunks.parameters()):
+        torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(3))
     uncached = ids(model, cached=False)
     assert ids(model) == uncached and len({tuple(text) for text in uncached}) == 3
     assert [ids(model, [prompt])[0] for prompt in PROMPTS] == uncached
