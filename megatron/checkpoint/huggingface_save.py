@@ -160,6 +160,12 @@ def lacking(model: ModelConfig) -> list[str]:
     ]
     if flags:
         notes.append(f"config.json lacks {', '.join(flags)}: to continue training, pass them again")
+    dense = "layers.0.mlp.dense_h_to_4h", "layers.0.mlp.shared_experts.dense_h_to_4h"
+    if model.num_experts is not None and any(map(model.adapter, dense)):
+        notes.append(
+            "in some families with experts (glm4_moe is one) PEFT takes adapters of MLPs for those of "
+            "experts: use the merged weights, or compare"
+        )
     if model.moe_router_force_load_balancing:
         notes.append(f"the weights are those of {EVEN_CHOICES}")
     if (factor := model.moe_eval_capacity_factor) is not None:
