@@ -222,6 +222,7 @@ DIRECT: Mapping[str, Direct] = {
     "--rotary-seq-len-interpolation-factor": Direct(
         ("rope_scaling", "rope_scaling_factor"), _interpolation
     ),
+    "--rope-type": _choice("use --rope-scaling", {"rope": {}, "yarn": {"rope_scaling": "yarn"}}),
     "--profile_steps": _STEPS,
     "--profile-steps": _STEPS,
     "--moe-layer-recompute": Direct(

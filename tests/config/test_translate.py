@@ -293,6 +293,8 @@ SINGLE = """
 4 1 --glu-activation geglu => exact_gelu True
 4 1 --glu-activation reglu => reglu True
 4 1 --rotary-seq-len-interpolation-factor 4 --position-embedding-type rope => rope_scaling_factor 4.0
+4 1 --rope-type yarn --multi-latent-attention --position-embedding-type rope => rope_scaling_factor 1.0
+4 1 --rope-scaling-factor 40 --multi-latent-attention --position-embedding-type rope => rope_original_positions 4096
 # The second step, counted from 0; before the fourth.
 4 1 --profile_steps 2,3 => profile_step_start 1
 4 1 --profile-steps 2,3 => profile_step_end 3
