@@ -85,10 +85,12 @@ def gated_delta_rule(
     if state is None:
         state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
     outputs = []
-    for i in range(q.shape[2]):
-        update = values[:, :, i] - keys[:, :, i] @ state
-        outputs.append(q[:, :, i] @ state + scores[:, :, i] @ update)
-        state = state * remaining[:, :, i] + k[:, :, i] @ update
+    # The gradient of unbind is one tensor; slices would need, for each chunk, one as large as all.
+    chunks = (x.unbind(2) for x in (q, k, values, keys, scores, remaining))
+    for q_i, k_i, values_i, keys_i, scores_i, remaining_i in zip(*chunks, strict=True):
+        update = values_i - keys_i @ state
+        outputs.append(q_i @ state + scores_i @ update)
+        state = state * remaining_i + k_i @ update
     return torch.cat(outputs, 2)[:, :, :length], state
 
 
