@@ -12,8 +12,9 @@ import torch
 from megatron.config import Config
 from megatron.engine.full_matrices import FullMatrices, work_of
 from megatron.engine.gradients import Bucket
+from megatron.engine.optimizer import create_state
 from megatron.engine.optimizer_state import OPTIMIZERS, optimizer_state
-from megatron.engine.optimizers import Muon, coefficients, newton_schulz
+from megatron.engine.optimizers import AdEMAMix, Muon, coefficients, newton_schulz
 from megatron.errors import ConfigError
 from megatron.layers.attention_blocked import update_largest
 from megatron.layers.attention_unfused import Scoring
@@ -22,14 +23,31 @@ from megatron.parallel.sharding import attach, shard
 from tests.engine import lamb_on_cpu
 from tests.helpers.groups import join
 from tests.helpers.launching import ROOT
-from tests.helpers.plain_optimizers import orthogonal
+from tests.helpers.plain_optimizers import PLAIN, orthogonal
 from tests.helpers.processes import run_processes
+from tests.helpers.tiny import tiny
 from tests.helpers.training import assemble, train_plainly
 from tests.parity.cases import layout, train
 
 
 def matrix(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+def test_ademamix_is_that_of_its_paper_in_float64():
+    """During its warm-ups, which end after three and four steps, and after them."""
+    fields = dict(ademamix_alpha_warmup=3, ademamix_beta3_warmup=4, ademamix_beta3=0.99)
+    config = tiny(optimizer="ademamix", lr=0.05, weight_decay=0.1, **fields)
+    group = dict(lr=0.05, weight_decay=0.1, eps=1e-8)
+    ours, plain = (torch.nn.Parameter(matrix(6)) for _ in range(2))
+    optimizer = AdEMAMix([{"params": [ours], **group}], config.optimizer)
+    create_state(optimizer, OPTIMIZERS["ademamix"], torch.device("cpu"))
+    reference = PLAIN["ademamix"]([{"params": [plain], **group}], config)
+    for step in range(7):
+        ours.grad, plain.grad = (torch.cos(matrix(6) * (step + 1)) for _ in range(2))
+        optimizer.step()
+        reference.step()
+        torch.testing.assert_close(ours, plain, rtol=0, atol=2e-6)
 
 
 # -- Newton-Schulz ---------------------------------------------------------------------------------
