@@ -666,6 +666,7 @@ FAMILIES: Mapping[str, Family] = {
         {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
         {"rotary_interleaved": "rope_interleave"},
         absent={
+            "num_key_value_heads": 128,
             "first_k_dense_replace": 3,
             "n_group": 8,
             "topk_group": 4,
