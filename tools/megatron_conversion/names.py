@@ -50,6 +50,7 @@ _CORE = {
     "self_attention.linear_qkv.": "self_attention.query_key_value.",
     "self_attention.linear_proj.": "self_attention.dense.",
     "mlp.linear_fc1.": "mlp.dense_h_to_4h.",
+    "mlp.activation_func.": "mlp.activation.",
     "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
     "attention.": "self_attention.",
 }
@@ -76,6 +77,8 @@ def ours(name: str, first_layer: int = 0) -> str | None:
 
     >>> ours("language_model.encoder.layers.1.self_attention.dense.weight", first_layer=2)
     'layers.3.self_attention.dense.weight'
+    >>> ours("decoder.layers.1.mlp.activation_func.alpha_p")
+    'layers.1.mlp.activation.alpha_p'
     """
     if _IGNORED.search(name):
         return None
