@@ -526,7 +526,10 @@ def routed_experts(score: str) -> Rule:
                 f"first_k_dense_replace {dense} with num_hidden_layers {layers}: no experts"
             )
         if sigmoid and flag(fields, "norm_topk_prob") != (topk > 1):
-            raise unsupported("norm_topk_prob", fields["norm_topk_prob"])
+            raise ValueError(
+                f"norm_topk_prob {fields['norm_topk_prob']} with num_experts_per_tok {topk} is not "
+                "supported"
+            )
         if method not in ("noaux_tc", "greedy", "group_limited_greedy"):
             raise unsupported("topk_method", method)
         values = {

@@ -66,7 +66,11 @@ def _latent_attention(config: Sections) -> Problems:
         return
     heads = model.num_attention_heads
     others = (
-        ("num_key_value_heads", heads, f"each of the {heads} heads has a key and a value"),
+        (
+            "num_key_value_heads",
+            heads,
+            f"each of --num-attention-heads {heads} has a key and a value",
+        ),
         ("attention_output_gate", False, "it has no gate"),
         ("qk_l2_norm", False, "its latents have the norms of --qk-layernorm"),
         ("qk_layernorm_over", "head", "its norms are those of the latents"),
@@ -197,8 +201,8 @@ def _router(config: Sections) -> Problems:
     elif topk > experts // groups * chosen or (scores or 1) > experts // groups:
         yield (
             f"--moe-router-topk {topk} and --moe-router-group-top-scores {scores or 1} need more "
-            f"experts than {chosen} groups of {experts // groups} have: lower them, or raise "
-            "--moe-router-group-topk"
+            f"experts than {chosen} of --moe-router-num-groups {groups} have with --num-experts "
+            f"{experts}: lower them, or raise --moe-router-group-topk"
         )
 
 
