@@ -488,6 +488,11 @@ def _layers_with_experts(fields: Fields) -> Values:
         raise ValueError(f"mlp_only_layers is {dense!r:.60}, expected a list of layer numbers")
     step = _positive(fields, "decoder_sparse_step", int)
     which = [int(layer not in dense and (layer + 1) % step == 0) for layer in _layers(fields)]
+    if not any(which):
+        raise ValueError(
+            f"mlp_only_layers and decoder_sparse_step {step} leave no layer of num_hidden_layers "
+            f"{len(which)} for experts"
+        )
     return {"moe_layer_freq": (1,) if all(which) else tuple(which)}
 
 

@@ -47,7 +47,8 @@ def _later_tokens(config: Sections) -> Problems:
 def _rotary_width(config: Sections) -> Problems:
     model = config.model
     if model.position_embedding_type == "rope":
-        name, head = "--kv-channels", model.kv_channels
+        name = "--kv-channels (by default --hidden-size / --num-attention-heads)"
+        head = model.kv_channels
         if model.multi_latent_attention:
             name, head = "--qk-pos-emb-head-dim", model.qk_pos_emb_head_dim
         width = int(head * model.rotary_percent)
