@@ -27,7 +27,7 @@ from megatron.engine.deepspeed_engine import import_deepspeed
 from megatron.engine.engine import Engine, build_executor
 from megatron.engine.optimizer_state import MASTER, optimizer_state
 from megatron.errors import ConfigError
-from megatron.model.gpt import build_chunks, layer_context
+from megatron.model.gpt import build_chunks, check_patterns, layer_context
 from megatron.model.stages import stage_owners
 from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightRecorder
@@ -399,6 +399,8 @@ def run_rank(
     import_deepspeed(device)
     config = config.with_pieces(loss=None)  # it may load a teacher, and reads labels
     optimizer_state(config)  # measures a user's optimizer in a step with data
+    if config.model.trains_in_part:
+        check_patterns(config)
     follower = RankRecorder(device)
     with member(config, rank, device, follower.flight) as topology, followed(follower):
         if topology.context.handle is not None:
