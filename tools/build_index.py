@@ -101,8 +101,7 @@ def build(config: Config, workers: int) -> None:
             return build_datasets(config, train, valid, test, reading=reading)
 
     datasets = prepare(*planned)
-    consumed = progress.iteration, progress.consumed_samples, progress.consumed_tokens
-    end = total_iterations(config, batches, *consumed)
+    end = total_iterations(config, batches, progress)
     left = max(0, end - progress.iteration)
     needed = batches.samples_after(left, progress.consumed_samples)
     extended(config, datasets, prepare, planned, needed)

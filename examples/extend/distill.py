@@ -29,6 +29,8 @@ class Distillation:
     components = ("cross entropy", "distillation kl")
 
     def __init__(self, config: Config, context: LayerContext) -> None:
+        if "TEACHER" not in os.environ:
+            raise ConfigError("the variable TEACHER names no model: set it to hf:FOLDER or a run")
         self.config = config
         self.device = context.parameters.device
 

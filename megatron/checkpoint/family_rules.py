@@ -526,10 +526,6 @@ def routed_experts(score: str) -> Rule:
         method = "noaux_tc" if sigmoid else fields["topk_method"]
         if not 2 <= experts <= _MOST_EXPERTS // layers:
             raise unsupported("n_routed_experts", experts)
-        if dense >= layers:
-            raise ValueError(
-                f"first_k_dense_replace {dense} with num_hidden_layers {layers}: no experts"
-            )
         if sigmoid and flag(fields, "norm_topk_prob") != (topk > 1):
             raise ValueError(
                 f"norm_topk_prob {fields['norm_topk_prob']} with num_experts_per_tok {topk} is not "

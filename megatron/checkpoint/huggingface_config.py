@@ -166,7 +166,7 @@ def is_huggingface(folder: Path) -> bool:
 
 def read_config(path: Path) -> Values:
     """Return the fields of a config.json, or of that in a folder. Raises CheckpointError."""
-    path = path if path.is_file() else path / CONFIG
+    path = path if path.suffix == ".json" else path / CONFIG
     fields: Values = read_json(path, _CONFIG_LIMIT_BYTES, error=CheckpointError)
     return fields
 

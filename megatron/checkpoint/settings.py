@@ -47,13 +47,13 @@ EXPERTS = [name for name in ARCHITECTURE if name.startswith(("num_experts", "moe
 """Settings of the architecture that a model without experts does not have."""
 
 
-# Settings beyond the architecture that --use-checkpoint-args takes, as in Megatron-LM.
 _LORA = ("lora_rank", "lora_alpha", "lora_target")
 # Settings that add parameters, and may differ if --load-missing names these.
 _ADDITIONS = frozenset(
     "qk_layernorm add_qkv_bias embedding_layernorm untie_embeddings_and_output_weights "
     "mtp_num_layers".split()
 )
+# Settings beyond the architecture that --use-checkpoint-args takes, as in Megatron-LM.
 _INHERITED = (
     *("seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout"),
     *_LORA,
@@ -82,7 +82,7 @@ def settings_to_take(
         model = stored.get("model")
         tokenizer = stored.get("tokenizer", {})
     else:
-        file = source if source.is_file() else source / huggingface_config.CONFIG
+        file = source if source.suffix == ".json" else source / huggingface_config.CONFIG
         source = file.parent
         tokenizer = huggingface_config.tokenizer_settings(source)
         fields = huggingface_config.read_config(file)

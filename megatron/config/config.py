@@ -27,7 +27,7 @@ from megatron.config.settings import (
     raise_problems,
     section_of,
 )
-from megatron.config.training_checks import piece_problems
+from megatron.config.training_checks import RATE_SCHEDULE, piece_problems
 from megatron.config.validate import run_requirements, validate
 from megatron.errors import ConfigError
 
@@ -91,7 +91,8 @@ class Config(Sections):
         not work with --cuda-graph-impl.
         """
         merged = dataclasses.replace(self.pieces, **pieces)
-        raise_problems(list(piece_problems(self.kernels.cuda_graph_impl, merged, self.explicit)))
+        chosen = {n: v for n, v in self.explicit.items() if not _of_preset(self.origins[n])}
+        raise_problems(list(piece_problems(self.kernels.cuda_graph_impl, merged, chosen)))
         return dataclasses.replace(self, pieces=merged)
 
     @property
@@ -210,12 +211,15 @@ def finish(
         merge_deepspeed_json(settings)
     if run:
         run_requirements(settings)
+    if settings.pieces.learning_rate is not None:  # takes the place of a preset's schedule
+        for name in list(settings.explicit):
+            if name.startswith(RATE_SCHEDULE) and _of_preset(settings.origins[name]):
+                settings.give(name, None, "")
     standing = tuple(dict.fromkeys(settings.notices))
     resolve(settings)
     for name, value in settings.explicit.items():
         option = all_options()[name]
-        preset = settings.origins[name].startswith("preset ")
-        if option.inert and value != option.default and not preset:
+        if option.inert and value != option.default and not _of_preset(settings.origins[name]):
             settings.notices.append(f"{option.written(value)} has no effect: {option.inert}")
         # many scripts name runs without naming a project
         if name.startswith("wandb_") and not settings.values["wandb_project"]:
@@ -239,6 +243,10 @@ def finish(
         standing_notices=standing,
         pieces=settings.pieces,
     )
+
+
+def _of_preset(origin: str) -> bool:
+    return origin.startswith("preset ")
 
 
 def _located(settings: Settings, problem: str) -> str:
@@ -342,12 +350,12 @@ def _context(s: Settings) -> None:
 
 def _tokenizer(s: Settings) -> None:
     v = s.values
-    chosen = v["vocab_size"] is not None and not s.origins["vocab_size"].startswith("preset ")
+    chosen = v["vocab_size"] is not None and not _of_preset(s.origins["vocab_size"])
     if v["vocab_file"] and v["merge_file"] and not chosen:
         s.fill("tokenizer_type", "GPT2BPETokenizer", "derived from vocab-file and merge-file")
     # A preset's vocabulary size is that of the model's own tokenizer; other tokenizers differ.
     kind = v["tokenizer_type"]
-    if kind not in (None, "NullTokenizer") and s.origins["vocab_size"].startswith("preset "):
+    if kind not in (None, "NullTokenizer") and _of_preset(s.origins["vocab_size"]):
         s.explicit.pop("vocab_size", None)
         s.derive("vocab_size", None, "default")
 

@@ -265,7 +265,8 @@ def _norms(config: Sections) -> Problems:
         )
 
 
-_RATE_FLAGS = ("lr_decay", "lr_warmup", "lr_wsd", "lr_schedule")
+RATE_SCHEDULE = ("lr_decay", "lr_warmup", "lr_wsd", "lr_schedule")
+"""Prefixes of the settings that shape the learning rate."""
 
 
 def piece_problems(
@@ -277,7 +278,7 @@ def piece_problems(
             f"your own loss ({pieces.describe()['loss']}) does not include the losses of "
             f"--mtp-num-layers {explicit['mtp_num_layers']}: leave one of them out"
         )
-    beside = [name for name in explicit if name.startswith(_RATE_FLAGS)]
+    beside = [name for name in explicit if name.startswith(RATE_SCHEDULE)]
     if pieces.learning_rate is not None and beside:
         yield (
             f"{all_options()[beside[0]].written(explicit[beside[0]])} has no effect on your own "

@@ -33,11 +33,12 @@ from megatron.planner.trace import GPT2_VOCABULARY
 from megatron.training.run.process import EXIT_USER_ERROR
 from megatron.training.run.schedules import (
     BatchSchedule,
+    Progress,
     planned_samples,
     run_costs,
     total_iterations,
 )
-from megatron.untrusted import is_count, read_bytes
+from megatron.untrusted import read_bytes
 
 USAGE = """preflight.py check [--cluster NAME] [sbatch's options] SCRIPT [ARGUMENT ...]
        preflight.py check [--cluster NAME] [sbatch's options] SCRIPT -- COMMAND ...     (a script of another project)
@@ -582,31 +583,27 @@ def check_cost(job: CheckedJob, config: Config) -> None:
         return
     from megatron.checkpoint.find import CheckpointChoice, find, open_checkpoint, required
     from megatron.checkpoint.settings import check_architecture
+    from megatron.training.run.checkpoints import progress_from
 
     settings = config.checkpoint
-    start = 0
-    consumed = 0  # samples
+    progress = Progress()
     choice = find(settings.load, settings.load_tag) if settings.load else CheckpointChoice(None)
     if choice.folder or choice.rejected or (settings.load and settings.exit_on_missing_checkpoint):
         checkpoint = open_checkpoint(required(settings.load or "", choice))
         check_architecture(checkpoint.config, config, str(checkpoint.folder))
         if not settings.finetune and not settings.reset_iteration:
-            start = checkpoint.iteration
-            consumed = checkpoint.state["state"].get("consumed_samples", 0)
-            if not is_count(consumed):
-                raise CheckpointError(f"{checkpoint.folder} has {consumed!r} consumed samples")
-    end = total_iterations(config, BatchSchedule.from_config(config), start, consumed)
+            progress = progress_from(checkpoint.state["state"], checkpoint.folder)
+    end = total_iterations(config, BatchSchedule.from_config(config), progress)
     step = estimate(config, cluster)
     wall_s = duration_s(job.value("time") or "")
     nodes = max(job.nodes, job.asked_nodes)  # spare nodes are charged, too
-    costs = run_costs(config, nodes, start, consumed)
-    costs = costs.at(step.tokens_per_s, consumed * config.model.seq_length)
+    costs = run_costs(config, nodes, progress).at(step.tokens_per_s, progress.consumed_tokens)
     seconds = costs.seconds or 0.0
     hours = costs.node_hours or 0.0
     job.known["the run"] = costs.size
     jobs = f", {math.ceil(seconds / wall_s):,} job(s) of {job.value('time')}" if wall_s else ""
     job.known["it costs"] = (
-        f"{seconds / 86400:,.2f} days and {hours:,.0f} node-hours{jobs}: iterations {start:,} to "
+        f"{seconds / 86400:,.2f} days and {hours:,.0f} node-hours{jobs}: iterations {progress.iteration:,} to "
         f"{end:,} of {step.seconds:.3g} s (predicted), without starts, saves and the queue"
     )
     if (dispatch := dispatch_choice(step)) is not None:

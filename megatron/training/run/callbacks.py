@@ -145,8 +145,7 @@ class TimeLeft(Callback):
 
     def on_log(self, run: Run, figures: events.Iteration) -> None:
         if self._costs is not None and run.progress.iteration < run.total_iterations:
-            done = figures.consumed_samples * run.config.model.seq_length
-            left = self._costs.at(figures.tokens_per_s, done)
+            left = self._costs.at(figures.tokens_per_s, figures.consumed_tokens)
             run.reporter.say(f" at this speed: {left.time} for the rest of the run")
             self._costs = None
 

@@ -80,11 +80,11 @@ def describe_length(
     datasets: Datasets,
     progress: Progress,
     end: int,
+    tokens: int,
     reporter: Reporter,
 ) -> None:
-    """Print the length of the remaining training."""
+    """Print the length of the remaining training; `tokens` are those of the whole run."""
     training = config.training
-    length = config.model.seq_length
     if training.skip_train or progress.iteration >= end:
         return
     before = progress.consumed_samples
@@ -95,7 +95,7 @@ def describe_length(
         evaluated = f"; evaluation on {size:,} samples every {training.eval_interval} iterations"
     reporter.console.say_wrapped(
         f"training: iterations {progress.iteration + 1} to {end}, {samples:,} samples, "
-        f"{samples * length:,} tokens{evaluated}",
+        f"{tokens - progress.consumed_tokens:,} tokens{evaluated}",
     )
 
 

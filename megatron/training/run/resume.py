@@ -231,11 +231,13 @@ def other_values(stored: Stored, config: Config, progress: Progress, end: int) -
         now = _Course(config, progress)
         steps = sorted({*now.steps(end), *before.steps(end)})
         pairs = [(step, before.at(step), now.at(step)) for step in steps]
-    for name in pairs[0][2] if pairs else ():
-        for step, old, new in pairs:
-            if not math.isclose(old[name], new[name], rel_tol=1e-9):
+    for name in pairs[0][1] | pairs[0][2] if pairs else ():
+        for step, *both in pairs:
+            # a rate that is not decoupled is the learning rate
+            old, new = (values.get(name, values["learning rate"]) for values in both)
+            if not math.isclose(old, new, rel_tol=1e-9):
                 iteration = progress.iteration + step + 1
-                yield f"{name} {new[name]:.6g} at iteration {iteration} (was {old[name]:.6g})"
+                yield f"{name} {new:.6g} at iteration {iteration} (was {old:.6g})"
                 break
 
 
@@ -282,9 +284,10 @@ class _Course:
         o = self._optimizer
         beta1, beta2 = values.betas or (o.adam_beta1, o.adam_beta2)
         assert values.weight_decay is not None, "its schedule always has a value"
+        decoupled = values.decoupled_lr
         return {
             "learning rate": values.lr,
-            "decoupled learning rate": values.lr if (x := values.decoupled_lr) is None else x,
+            **({} if decoupled is None else {"decoupled learning rate": decoupled}),
             "weight decay": values.weight_decay,
             "beta1": beta1,
             "beta2": beta2,

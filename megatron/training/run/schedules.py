@@ -211,19 +211,17 @@ class Progress:
 
 
 def total_iterations(
-    config: Config,
-    batches: BatchSchedule,
-    iteration: int = 0,
-    consumed_samples: int = 0,
-    consumed_tokens: int | None = None,
+    config: Config, batches: BatchSchedule, progress: Progress | None = None
 ) -> int:
-    """Return the iteration at which a run at `iteration` with `consumed_samples` will be done.
+    """Return the iteration at which a run with this progress will be done.
 
-    `consumed_tokens` is needed if the length of the sequences changes; by default all had the same.
     --train-samples is never exceeded; --train-tokens ends with the step that reaches it; if several
     are given, the earliest end counts. Raises ConfigError if none is given.
     """
     batch = config.batch
+    progress = progress or Progress()
+    iteration = progress.iteration
+    consumed_samples = progress.consumed_samples
     ends = list[int]()
     if batch.train_iters is not None:
         ends.append(batch.train_iters)
@@ -233,9 +231,7 @@ def total_iterations(
             + batches.iterations_until(batch.train_samples, consumed_samples, full_steps=True)
         )
     if batch.train_tokens is not None:
-        if consumed_tokens is None or not config.training.curriculum_learning:
-            consumed_tokens = consumed_samples * config.model.seq_length
-        left = batch.train_tokens - consumed_tokens
+        left = batch.train_tokens - progress.consumed_tokens
         end = iteration
         lengths = LengthSchedule.from_config(config)
         for length, steps, samples in lengths.stretches(batches, iteration, consumed_samples):
@@ -290,16 +286,15 @@ class RunCosts:
         return f"{length}, {self.node_hours:,.{0 if self.node_hours >= 100 else 2}f} node-hours"
 
 
-def run_costs(
-    config: Config, nodes: int = 1, iteration: int = 0, consumed_samples: int = 0
-) -> RunCosts:
+def run_costs(config: Config, nodes: int = 1, progress: Progress | None = None) -> RunCosts:
     """Return the costs of a run with this progress; its speed and time are unknown."""
     batches = BatchSchedule.from_config(config)
-    left = total_iterations(config, batches, iteration, consumed_samples) - iteration
-    lengths = LengthSchedule.from_config(config)
-    ahead = lengths.stretches(batches, iteration, consumed_samples, iteration + left)
-    tokens = consumed_samples * config.model.seq_length
-    tokens += sum(length * samples for length, _, samples in ahead)
+    progress = progress or Progress()
+    end = total_iterations(config, batches, progress)
+    ahead = LengthSchedule.from_config(config).stretches(
+        batches, progress.iteration, progress.consumed_samples, end
+    )
+    tokens = progress.consumed_tokens + sum(length * samples for length, _, samples in ahead)
     parameters = parameters_of(config)
     flops = tokens * flops_per_token_of(config)
     return RunCosts(nodes, parameters, tokens, tokens / parameters, flops)

@@ -258,8 +258,7 @@ def assemble(
     with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):
         progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
     record_settings(settings, topology, reporter, progress.iteration)
-    consumed = progress.iteration, progress.consumed_samples, progress.consumed_tokens
-    end = total_iterations(config, batches, *consumed)
+    end = total_iterations(config, batches, progress)
     left = max(0, end - progress.iteration)
     train_samples = max(samples[0], batches.samples_after(left, progress.consumed_samples))
     datasets = extended(config, datasets, build, samples, train_samples)
@@ -271,7 +270,7 @@ def assemble(
     costs = publish_start(config, topology, locations, progress, reporter)
     if isinstance(tokenizer, LimitedTokenizer):
         tokenizer.rest()  # training encodes no more text; a user's callback may
-    describe_length(config, batches, datasets, progress, end, reporter)
+    describe_length(config, batches, datasets, progress, end, costs.tokens, reporter)
     agreement = Agreement(topology)
     saves = build_saves(config, engine, agreement, reporter, locations, train_samples)
     signals.saving = lambda: saves is not None and saves.in_progress
@@ -405,7 +404,7 @@ def publish_start(
 ) -> RunCosts:
     """Report the start of the run and its costs; return the costs."""
     nodes = len({location.partition(":")[0] for location in locations}) or 1
-    costs = run_costs(config, nodes, progress.iteration, progress.consumed_samples)
+    costs = run_costs(config, nodes, progress)
     reporter.say(f" the whole run: {costs.size}")
     reporter.publish(
         Start(

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config import Config
+from megatron.config import Config, parse_args
+from megatron.config.pieces import Pieces
 from megatron.errors import ConfigError
 from megatron.training.run.schedules import (
     Progress,
@@ -231,8 +232,13 @@ def test_a_learning_rate_of_ones_own_takes_the_place_of_the_schedule():
         wrong = tiny(lr=1.0).with_pieces(learning_rate=lambda *_, bad=bad: bad)
         with pytest.raises(ConfigError, match=str(bad)):
             Schedules.from_config(wrong).at(at)
+    rate = dict(learning_rate=lambda *_: 1.0)
     with pytest.raises(ConfigError, match="104"):
-        tiny(lr_decay_iters=104).with_pieces(learning_rate=lambda *_: 1.0)
+        tiny(lr_decay_iters=104).with_pieces(**rate)
+    preset = ["--preset", "tiny", "--mock-data", "--vocab-size", "9", "--train-iters", "1"]
+    with_preset = parse_args(preset, pieces=Pieces(**rate)).optimizer
+    assert (with_preset.lr, with_preset.lr_decay_style) == (1e-3, "linear")  # not the preset's
+    assert parse_args(preset).with_pieces(**rate).optimizer.lr_decay_style == "cosine"  # unread
 
 
 def test_the_decoupled_rate_has_its_own_ends():

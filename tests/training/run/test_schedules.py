@@ -77,8 +77,9 @@ def test_costs_are_those_of_all_tokens_and_the_time_is_that_of_the_rest():
     each = 6 * (layers * 12 * h * h + vocabulary * h) + layers * 12 * s * h
     assert total.flops == each * total.tokens
     assert (total.seconds, total.node_hours) == (None, None)
-    rest = run_costs(config, 3, iteration=4, consumed_samples=12).at(2.0, 12 * s)
-    assert rest.tokens == total.tokens and rest.seconds == 6 * 4 * s / 2
+    done = Progress(iteration=4, consumed_samples=12, consumed_tokens=50)  # shorter sequences
+    rest = run_costs(config, 3, done).at(2.0, done.consumed_tokens)
+    assert rest.tokens == 50 + 6 * 4 * s and rest.seconds == 6 * 4 * s / 2
     assert rest.node_hours == pytest.approx(3 * 6 * 4 * s / 2 / 3600)
 
 
