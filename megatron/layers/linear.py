@@ -191,7 +191,8 @@ class _Linear(torch.autograd.Function):
 
     Column parallel: x is gathered, and its gradient is a sum over the ranks. Row parallel: y is a
     sum over the ranks, and its gradient is gathered. Without sequence parallelism nothing is
-    gathered. A gathered x is not kept: it is gathered again in the backward pass.
+    gathered. A gathered x is not kept: it is gathered again in the backward pass. Frozen weights do
+    not need x.
     """
 
     @staticmethod
@@ -204,9 +205,10 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.recompute_input = recompute_input
+        trains = any(weight.requires_grad for weight in weights)
+        ctx.recompute_input = recompute_input if trains else None
         ctx.hooks = None
-        if recompute_input is None:
+        if trains and recompute_input is None:
             # Saved as autograd would save it, but before the product: recomputation ends as soon as
             # the last tensor is saved, and does not compute a product after it.
             hooks = getattr(
@@ -259,15 +261,15 @@ class _Linear(torch.autograd.Function):
             x = ctx.hooks[1](ctx.packed)
             if not keeps_graph:
                 ctx.hooks = ctx.packed = None
-        elif ctx.recompute_input is None:
-            (x,) = saved
-        else:
+        elif ctx.recompute_input is not None:
             recompute_input = ctx.recompute_input
             if not keeps_graph:
                 ctx.recompute_input = None
             with recomputed():
                 x = recompute_input()
             del recompute_input
+        else:
+            x = saved[0] if saved else None
         dx, dw = (_Linear._column if ctx.column else _Linear._row)(ctx, x, dy)
         db = None
         if ctx.needs_input_grad[4]:
@@ -275,50 +277,53 @@ class _Linear(torch.autograd.Function):
         return dx, None, None, None, db, *(dw or [None] * len(ctx.weights))
 
     @staticmethod
-    def _column(ctx: Context, x: Tensor, dy: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
+    def _column(
+        ctx: Context, x: Tensor | None, dy: Tensor
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Gather x while dx is computed and, with overlap, sum dx while dW is computed.
 
-        If dW is deferred, x is gathered last.
+        If dW is deferred, x is gathered last. Without x there is no dW.
         """
         needs_x = ctx.needs_input_grad[0]
-        needs_weight = any(ctx.needs_input_grad[5:])
         context = ctx.context
-        now = needs_weight and not context.weight_gradients.deferring
+        deferring = context.weight_gradients.deferring
         dx = None
         dw = list[Tensor | None]()
         gathered = collectives.DONE
         works: list[Started] = []
-        if now:
-            x, gathered = _gather_async(x, context)
+        full = None
+        if x is not None and not deferring:
+            full, gathered = _gather_async(x, context)
         if needs_x:
             dx, works = summed_product(dy, _matrix(ctx.weights), context)
         if not context.overlap:
             _wait(works)
-        if now:
+        if full is not None:
             gathered.wait()
-            dw = weight_gradients(ctx.weights, dy, x)
-        elif needs_weight:
+            dw = weight_gradients(ctx.weights, dy, full)
+        elif x is not None:
             _defer(context, ctx.weights, dy, *_gather_async(x.detach(), context))
         _wait(works)
         return dx, dw
 
     @staticmethod
-    def _row(ctx: Context, x: Tensor, dy: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
+    def _row(
+        ctx: Context, x: Tensor | None, dy: Tensor
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
         needs_x = ctx.needs_input_grad[0]
-        needs_weight = any(ctx.needs_input_grad[5:])
         context = ctx.context
         queue = ctx.context.weight_gradients
         dx = None
         dw = list[Tensor | None]()
         gathered = collectives.DONE
         if needs_x:
-            dx, full = gathered_product(dy, _matrix(ctx.weights), context, needs_weight)
+            dx, full = gathered_product(dy, _matrix(ctx.weights), context, x is not None)
             dy = dy if full is None else full
-        elif needs_weight:
+        elif x is not None:
             dy, gathered = _gather_async(dy, context)
-        if needs_weight and queue.deferring:
+        if x is not None and queue.deferring:
             _defer(context, ctx.weights, dy, x, gathered)
-        elif needs_weight:
+        elif x is not None:
             gathered.wait()
             dw = weight_gradients(ctx.weights, dy, x)
         return dx, dw
@@ -366,6 +371,7 @@ def linear(
     """
     nodes = nodes_for(x)
     usual = recompute_input is None and len(weights) == 1 and not one_token(x)
+    usual = usual and (weights[0].requires_grad or not torch.is_grad_enabled())
     if nodes is not None and usual and context.region is not NotImplemented:
         partial_sums = 0
         gathers = column and context.sequence_parallel
