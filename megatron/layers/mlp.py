@@ -53,10 +53,10 @@ class MLP(torch.nn.Module):
         self.fused = context.fusions.bias_activation and fuses_activation(config)
         alphas = []
         for sign, start in (("p", 0.8), ("n", 0.3)) if config.xielu else ():
-            fill = constant(math.log(math.expm1(start)))
+            initial = constant(math.log(math.expm1(start)))
             alpha = f"{name}.activation.alpha_{sign}"
             decays = config.weight_decay_on_xielu_alphas
-            alphas.append(context.parameters.create(alpha, (1,), None, fill, decay=decays))
+            alphas.append(context.parameters.create(alpha, (1,), None, initial, decay=decays))
         self.alphas = nn.ParameterList(alphas)
         self.recompute_activation = recompute_activation
         up = (2, ffn, hidden) if config.gated else (ffn, hidden)

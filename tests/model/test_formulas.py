@@ -130,10 +130,19 @@ PAPER = [(48, 6144, 48, 22e9), (96, 12288, 96, 175e9), (128, 25600, 128, 1e12)]
 )
 def test_parameters_of_a_model_that_is_built(fields):
     config = Config.create(**fields)
-    built = one_stage(config).parameters()
+    built = list(one_stage(config).parameters())
     assert total_parameters(config.model) == sum(
         math.prod(sharding_of(p).global_shape) for p in built
     )
+    # all matrices are drawn with the deviation of the flag, or, if residuals follow, a smaller one
+    deviation = config.model.init_method_std
+    usual = deviation, deviation / math.sqrt(2 * config.model.num_layers)
+    for p in built:
+        name = sharding_of(p).name
+        if p.dim() > 1 and not name.endswith(("bias", "conv1d.weight")):
+            drawn = float(p.detach()[: sharding_of(p).extent[0]].std())
+            near = [pytest.approx(std, rel=5 / math.sqrt(2 * p.numel())) for std in usual]
+            assert drawn in near, name
 
 
 def plain_gpt_flops(model, batch):
