@@ -83,13 +83,13 @@ def trace(config: Config, device: str) -> Trace:
     """
     device = "cpu" if device == "cpu" else "cuda"
     pieces = config.pieces.layer, config.pieces.model
-    key = device, pieces, _counted()(config)
+    kinds, _, of_head = _kinds_of(config)
+    key = device, pieces, _counted()(config), kinds, of_head
     traced = _traces.get(key)
     if traced is None:
         plain = dataclasses.replace(config, recompute=RecomputeConfig())
-        kinds, of_layer = kinds_of_layers(config)
         # layers of multi-token prediction are like the last one
-        head = _with_layers(plain, kinds[of_layer[-1]]) if config.model.mtp_num_layers else plain
+        head = _with_layers(plain, of_head) if of_head else plain
         traced = _traces[key] = Trace(
             _traced_module(plain, "embedding", device),
             tuple(_layers(config, device, kind) for kind in kinds),
@@ -103,37 +103,55 @@ def kinds_of_layers(config: Config) -> tuple[tuple[LayerKind, ...], tuple[int, .
 
     Their `freeze` and `lora_target` have exact names in layer 0.
     """
+    return _kinds_of(config)[:2]
+
+
+_Kinds = tuple[tuple[LayerKind, ...], tuple[int, ...], LayerKind | None]
+
+
+def _kinds_of(config: Config) -> _Kinds:
+    """Return kinds_of_layers, and the kind of the head where it differs from the model's settings.
+
+    The head's kind has the exact names of a model of one layer.
+    """
     model = config.model
     key = model, config.pieces
     if key not in _kinds:
         kind_of_layer = list(map(model.layer_kind, range(model.num_layers)))
+        head = kind_of_layer[-1] if model.mtp_num_layers else None
         if model.trains_in_part:
-            kind_of_layer = _trained_in_part(config, kind_of_layer)
+            *kind_of_layer, head = _trained_in_part(config, kind_of_layer)
         kinds = list(dict.fromkeys(kind_of_layer))
-        _kinds[key] = tuple(kinds), tuple(map(kinds.index, kind_of_layer))
+        _kinds[key] = tuple(kinds), tuple(map(kinds.index, kind_of_layer)), head
     return _kinds[key]
 
 
-_kinds: dict[tuple[ModelConfig, Pieces], tuple[tuple[LayerKind, ...], tuple[int, ...]]] = {}
+_kinds: dict[tuple[ModelConfig, Pieces], _Kinds] = {}
 
 
 def _trained_in_part(config: Config, kinds: list[LayerKind]) -> list[LayerKind]:
+    """Return the kinds of all layers and of the head, with exact names."""
     from megatron.model.gpt import check_patterns
 
     model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1)
     names = check_patterns(dataclasses.replace(config, model=model))
+    count = len(kinds)
+    # the names of each part's parameters in a model of one layer
+    parts: list[dict[str, str]] = [{} for _ in range(count + 1)]
+    for name in names:
+        head, number, rest = (*name.split(".", 2), "")[:3]
+        layer = int(number) if head == "layers" else count
+        in_part = f"layers.{max(0, layer - count + 1)}.{rest}" if head == "layers" else name
+        parts[min(layer, count)][name] = in_part
     backward = any(model.trains(name) for name in names if name.startswith("embedding"))
     result = []
-    for i, kind in enumerate(kinds):
-        layer = f"layers.{i}."
-        of_layer = [name for name in names if name.startswith(layer)]
-        trained = set(filter(model.trains, of_layer))
-        of_first = [f"layers.0.{name.removeprefix(layer)}" for name in of_layer]
-        frozen = [new for new, name in zip(of_first, of_layer, strict=True) if name not in trained]
-        adapted = [n.removesuffix(ADAPTERS[0]) for n in of_first if n.endswith(ADAPTERS[0])]
+    for kind, part in zip([*kinds, kinds[-1]], parts, strict=True):
+        frozen = [new for name, new in part.items() if not model.trains(name)]
+        adapters = [new for new in part.values() if new.endswith(ADAPTERS[0])]
         freeze = *frozen, *([] if backward else [NOTHING_BEFORE])
-        result.append(kind._replace(freeze=freeze, lora_target=tuple(adapted)))
-        backward = backward or bool(trained)
+        adapted = tuple(new.removesuffix(ADAPTERS[0]) for new in adapters)
+        result.append(kind._replace(freeze=freeze, lora_target=adapted))
+        backward = backward or any(map(model.trains, part))
     return result
 
 
