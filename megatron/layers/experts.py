@@ -250,7 +250,9 @@ class ExpertMLP(nn.Module):
                 # the tokens' gradients are sent back.
                 shared = self._shared(of_shared)
             tokens = arrival.wait(tokens)
-        dropless = self.dropless and call.padding is None and not region.masks
+        # tokens of other replicas may be padding even if this rank has none
+        alone = region.inputs.size == 1 and not region.masks
+        dropless = self.dropless and call.padding is None and alone
         rows = self._experts(tokens, *choices, lambda: numbers()[at:], dropless)
         for dispatch in reversed(dispatches):
             rows = dispatch.back(rows)

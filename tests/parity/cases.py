@@ -402,6 +402,7 @@ TOGETHER = [
     layout(dp=2, zero=3, recompute=FULL2, gradient_accumulation_fusion=False, **ADEMAMIX),
     layout(tp=2, sp=True, **FAMILIES["linear"], **MUON),
     folded(2, tp=2, recompute=MOE, **EXPERTS, **MUON),
+    folded(1, 2, dp=2, packed=True, **EXPERTS, **DOCUMENTS),
     layout(pp=2, dp=2, zero=2, schedule="zb-h1", overlap_grad_reduce=False),
     experts(4, dp=4, recompute=MOE_ACT, **TWO_NODES, **BIASED),
     folded(2, etp=2, tp=4, sp=True, recompute=MOE_ACT, **GPT_OSS),
