@@ -6,6 +6,7 @@ new family is one more entry of FAMILIES. Needs no torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -16,14 +17,27 @@ from megatron.checkpoint.family_rules import Fields, Rule
 from megatron.config.option import pairs
 from megatron.errors import CheckpointError
 
-ONLY: Fields = {
-    "add_cross_attention": False,
-    "is_encoder_decoder": False,
-    "per_layer_config": None,
-    "pruned_heads": None,
-    "rope_interleaved": False,
-    "use_mrope": False,
-}
+
+def _values(text: str) -> dict[str, Any]:
+    """Return the NAME=VALUE words of a text, by name; a VALUE is JSON, or else text.
+
+    >>> _values("rope_theta=1e6 head_dim=null hidden_act=silu")
+    {'rope_theta': 1000000.0, 'head_dim': None, 'hidden_act': 'silu'}
+    """
+
+    def value(word: str) -> Any:
+        try:
+            return json.loads(word)
+        except ValueError:
+            return word
+
+    return {name: value(word) for name, word in pairs(text).items()}
+
+
+ONLY: Fields = _values(
+    "add_cross_attention=false is_encoder_decoder=false per_layer_config=null "
+    "pruned_heads=null rope_interleaved=false use_mrope=false"
+)
 """Fields that would change a model of any family, each with its only supported value."""
 
 
@@ -142,32 +156,25 @@ _WIDTHS = pairs(
     "max_position_embeddings=max_position_embeddings attention_dropout=attention_dropout"
 )
 _GROUPED = _WIDTHS | pairs("num_key_value_heads=num_key_value_heads layernorm_epsilon=rms_norm_eps")
-_ROPE = {
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "rope_parameters": None,
-    "original_max_position_embeddings": None,
-}
-_USUAL = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": False,
-    **_ROPE,
-}
-_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_ROPE = _values(
+    "rope_theta=1e4 rope_scaling=null rope_parameters=null original_max_position_embeddings=null"
+)
+_USUAL = (
+    _values(
+        "num_key_value_heads=null head_dim=null attention_dropout=0.0 tie_word_embeddings=false"
+    )
+    | _ROPE
+)
+_WINDOW = _values("use_sliding_window=false sliding_window=4096 max_window_layers=28")
 _WINDOWS = {**_WINDOW, "layer_types": None}
 _SILU = {"hidden_act": "silu"}
 _NO_BIAS = {"attention_bias": False}
 _LAYERS_AFTER_ALL = r"model\.layers\.(\d+)\..*"
 _NO_BIASES = {"mlp_bias": False, **_NO_BIAS}
-_GATED = {
-    "normalization": "rmsnorm",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
-    "hidden_dropout": 0.0,
-}
+_GATED = _values(
+    "normalization=rmsnorm swiglu=true add_bias_linear=false "
+    "position_embedding_type=rope hidden_dropout=0.0"
+)
 _LAYER = "model.layers.{}"
 _LLAMA_MODULES = _modules(
     _LAYER,
@@ -242,17 +249,12 @@ _MEGATRONS = """
     """
 _EXPERTS_ALONE = _GROUPED | {"moe_ffn_hidden_size": "intermediate_size"}
 _EXPERTS_TOO = _GROUPED | {"moe_ffn_hidden_size": "moe_intermediate_size"}
-_GEMMA = {"apply_layernorm_1p": True, "swiglu": False, "geglu": True, "norm_position": "both"}
-_GEMMA_USUAL = {
-    **_NO_BIAS,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "layer_types": None,
-}
-_GEMMA_ONLY = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None}
+_GEMMA = _values("apply_layernorm_1p=true swiglu=false geglu=true norm_position=both")
+_GEMMA_USUAL = _NO_BIAS | _values(
+    "num_key_value_heads=4 head_dim=256 tie_word_embeddings=true "
+    "query_pre_attn_scalar=256 sliding_window=4096 layer_types=null"
+)
+_GEMMA_ONLY = _values("hidden_activation=gelu_pytorch_tanh use_bidirectional_attention=null")
 _GEMMA_MODULES = (
     _LLAMA_MODULES
     | _NORMS_AFTER
@@ -262,15 +264,13 @@ _CAPPED = _GROUPED | pairs(
     "attention_logit_softcapping=attn_logit_softcapping "
     "final_logit_softcapping=final_logit_softcapping"
 )
-_SPARSE = {"mlp_only_layers": None, "decoder_sparse_step": 1, "norm_topk_prob": False}
+_SPARSE = _values("mlp_only_layers=null decoder_sparse_step=1 norm_topk_prob=false")
 _EXPERTS = {"num_experts": "num_local_experts"}
 _SHARED_WIDTH = {"moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"}
-_LINEAR = (
-    "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
-    "linear_num_value_heads"
-).split()
-
-
+_LINEAR = _values(
+    "linear_conv_kernel_dim=4 linear_key_head_dim=128 linear_value_head_dim=128 "
+    "linear_num_key_heads=16 linear_num_value_heads=32"
+)
 _PLAIN_ROPE = rules.rope()
 
 
@@ -319,7 +319,7 @@ def _deepseek(
     """
     return Family(
         architecture,
-        {**_GATED, "multi_latent_attention": True, "qk_layernorm": True, **settings},
+        {**_GATED, **_values("multi_latent_attention=true qk_layernorm=true"), **settings},
         _EXPERTS_TOO
         | pairs(
             "q_lora_rank=q_lora_rank kv_lora_rank=kv_lora_rank qk_head_dim=qk_nope_head_dim "
@@ -363,19 +363,11 @@ FAMILIES: Mapping[str, Family] = {
             rules.gelu("activation_function"),
             rules.dropout("resid_pdrop", "embd_pdrop"),
         ),
-        {
-            "n_inner": None,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "attn_pdrop": 0.1,
-            "resid_pdrop": 0.1,
-            "embd_pdrop": 0.1,
-            "tie_word_embeddings": True,
-        },
-        {
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-        },
+        _values(
+            "n_inner=null activation_function=gelu_new layer_norm_epsilon=1e-5 attn_pdrop=0.1 "
+            "resid_pdrop=0.1 embd_pdrop=0.1 tie_word_embeddings=true"
+        ),
+        _values("scale_attn_weights=true scale_attn_by_inverse_layer_idx=false"),
         pairs(
             "n_layer=num_hidden_layers n_embd=hidden_size n_head=num_attention_heads "
             "n_positions=max_position_embeddings"
@@ -387,7 +379,7 @@ FAMILIES: Mapping[str, Family] = {
         "MistralForCausalLM",
         {},
         (rules.WINDOW_OF_ALL,),
-        {"num_key_value_heads": 8, "sliding_window": 4096},
+        _values("num_key_value_heads=8 sliding_window=4096"),
     ),
     "qwen2": _llama(
         "Qwen2ForCausalLM",
@@ -399,12 +391,12 @@ FAMILIES: Mapping[str, Family] = {
         "Qwen3ForCausalLM",
         {"qk_layernorm": True},
         (rules.WINDOW_OF_LAST, rules.biases()),
-        {**_WINDOWS, "num_key_value_heads": 32, "head_dim": 128, **_NO_BIAS},
+        _WINDOWS | _values("num_key_value_heads=32 head_dim=128") | _NO_BIAS,
         _LLAMA_MODULES | _QK_NORMS,
     ),
     "olmo2": _llama(
         "Olmo2ForCausalLM",
-        {"qk_layernorm": True, "qk_layernorm_over": "all", "norm_position": "post"},
+        _values("qk_layernorm=true qk_layernorm_over=all norm_position=post"),
         (rules.biases(),),
         _NO_BIAS,
         _LLAMA_MODULES | _QK_NORMS | _NORMS_AFTER,
@@ -413,13 +405,10 @@ FAMILIES: Mapping[str, Family] = {
         "MixtralForCausalLM",
         {},
         (rules.WINDOW_OF_ALL, rules.experts("num_local_experts", None)),
-        {
-            "num_key_value_heads": 8,
-            "rope_theta": 1e6,
-            "sliding_window": None,
-            "num_experts_per_tok": 2,
-            "num_local_experts": 8,
-        },
+        _values(
+            "num_key_value_heads=8 rope_theta=1e6 sliding_window=null "
+            "num_experts_per_tok=2 num_local_experts=8"
+        ),
         _LLAMA_MODULES
         | _modules(
             f"{_LAYER}.block_sparse_moe",
@@ -436,15 +425,10 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "olmoe": _llama(
         "OlmoeForCausalLM",
-        {"qk_layernorm": True, "qk_layernorm_over": "all"},
+        _values("qk_layernorm=true qk_layernorm_over=all"),
         (rules.experts("num_experts"), rules.biases()),
-        {
-            "norm_topk_prob": False,
-            "num_experts_per_tok": 8,
-            "num_experts": 64,
-            "clip_qkv": None,
-            **_NO_BIAS,
-        },
+        _values("norm_topk_prob=false num_experts_per_tok=8 num_experts=64 clip_qkv=null")
+        | _NO_BIAS,
         _LLAMA_MODULES | _QK_NORMS | _EXPERT_MODULES,
         _EXPERTS_ALONE | {"clip_qkv": "clip_qkv"},
         older=_EXPERTS,
@@ -458,14 +442,10 @@ FAMILIES: Mapping[str, Family] = {
             rules.LAYERS_WITH_EXPERTS,
             rules.biases(),
         ),
-        {
-            **_SPARSE,
-            **_WINDOW,
-            **_NO_BIAS,
-            "num_key_value_heads": 4,
-            "num_experts_per_tok": 8,
-            "num_experts": 128,
-        },
+        _SPARSE
+        | _WINDOW
+        | _NO_BIAS
+        | _values("num_key_value_heads=4 num_experts_per_tok=8 num_experts=128"),
         _LLAMA_MODULES | _QK_NORMS | _EXPERT_MODULES,
         _EXPERTS_TOO,
         older=_EXPERTS,
@@ -479,44 +459,32 @@ FAMILIES: Mapping[str, Family] = {
             rules.LAYERS_WITH_EXPERTS,
             rules.biases(of_attention="qkv_bias", kind="qkv"),
         ),
-        {
-            **_SPARSE,
-            **_WINDOWS,
-            "qkv_bias": True,
-            "num_key_value_heads": 16,
-            "num_experts_per_tok": 4,
-            "num_experts": 60,
-        },
+        _SPARSE
+        | _WINDOWS
+        | _values("qkv_bias=true num_key_value_heads=16 num_experts_per_tok=4 num_experts=60"),
         _LLAMA_MODULES | _EXPERT_MODULES | _SHARED_EXPERTS,
         _EXPERTS_TOO | _SHARED_WIDTH,
     ),
     "qwen3_next": _llama(
         "Qwen3NextForCausalLM",
-        {
-            "qk_layernorm": True,
-            "apply_layernorm_1p": True,
-            "attention_output_gate": True,
-            "moe_shared_expert_gate": True,
-        },
+        _values(
+            "qk_layernorm=true apply_layernorm_1p=true attention_output_gate=true "
+            "moe_shared_expert_gate=true"
+        ),
         (
             rules.LINEAR_ATTENTION,
             rules.experts("num_experts"),
             rules.LAYERS_WITH_EXPERTS,
             rules.biases(),
         ),
-        {
-            **_SPARSE,
-            **_NO_BIAS,
-            **dict(zip(_LINEAR, (4, 128, 128, 16, 32), strict=True)),
-            "layer_types": None,
-            "full_attention_interval": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "partial_rotary_factor": 0.25,
-            "norm_topk_prob": True,
-            "num_experts_per_tok": 10,
-            "num_experts": 512,
-        },
+        _SPARSE
+        | _NO_BIAS
+        | _LINEAR
+        | _values(
+            "layer_types=null full_attention_interval=4 num_key_value_heads=2 head_dim=256 "
+            "partial_rotary_factor=0.25 norm_topk_prob=true num_experts_per_tok=10 "
+            "num_experts=512"
+        ),
         _LLAMA_MODULES
         | _QK_NORMS
         | _EXPERT_MODULES
@@ -532,38 +500,27 @@ FAMILIES: Mapping[str, Family] = {
             .self_attention.out_proj  .linear_attn.out_proj
             """,
         ),
-        _EXPERTS_TOO | _SHARED_WIDTH | dict(zip(_LINEAR, _LINEAR, strict=True)),
+        _EXPERTS_TOO | _SHARED_WIDTH | {name: name for name in _LINEAR},
         older=_EXPERTS,
         rope=rules.rope(share="partial_rotary_factor"),
     ),
     "gpt_oss": _llama(
         "GptOssForCausalLM",
-        {
-            "swiglu": False,
-            "quick_geglu": True,
-            "glu_linear_offset": 1.0,
-            "softmax_type": "learnable",
-            "moe_router_bias": True,
-        },
+        _values(
+            "swiglu=false quick_geglu=true glu_linear_offset=1.0 softmax_type=learnable "
+            "moe_router_bias=true"
+        ),
         (
             rules.window_except(2),
             rules.experts("num_local_experts", None),
             rules.biases(of_mlp=True),
             rules.NAMES_OF_GPT_OSS,
         ),
-        {
-            "attention_bias": True,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "sliding_window": 128,
-            "layer_types": None,
-            "rope_theta": 150000.0,
-            "num_experts_per_tok": 4,
-            "num_local_experts": 128,
-            "swiglu_limit": 7.0,
-            "experts_per_token": None,
-            "initial_context_length": None,
-        },
+        _values(
+            "attention_bias=true num_key_value_heads=8 head_dim=64 sliding_window=128 "
+            "layer_types=null rope_theta=1.5e5 num_experts_per_tok=4 num_local_experts=128 "
+            "swiglu_limit=7.0 experts_per_token=null initial_context_length=null"
+        ),
         _LLAMA_MODULES
         | _modules(
             _LAYER,
@@ -580,19 +537,15 @@ FAMILIES: Mapping[str, Family] = {
         {**_SILU, "swiglu_alpha": 1.702},
         {"num_local_experts": "num_experts"},
         rules.rope(
-            usual={
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            }
+            usual=_values(
+                "rope_type=yarn factor=32.0 beta_fast=32.0 beta_slow=1.0 truncate=false "
+                "original_max_position_embeddings=4096"
+            )
         ),
     ),
     "apertus": _llama(
         "ApertusForCausalLM",
-        {"swiglu": False, "xielu": True, "qk_layernorm": True},
+        _values("swiglu=false xielu=true qk_layernorm=true"),
         (rules.biases(),),
         {**_NO_BIAS, "rope_theta": 12e6},
         _LLAMA_MODULES
@@ -609,35 +562,23 @@ FAMILIES: Mapping[str, Family] = {
         ),
         only={"hidden_act": "xielu"},
         rope=rules.rope(
-            usual={
-                "rope_type": "llama3",
-                "rope_theta": 12e6,
-                "factor": 8.0,
-                "original_max_position_embeddings": 8192,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-            }
+            usual=_values(
+                "rope_type=llama3 rope_theta=12e6 factor=8.0 "
+                "original_max_position_embeddings=8192 low_freq_factor=1.0 high_freq_factor=4.0"
+            )
         ),
     ),
     "glm4_moe": _llama(
         "Glm4MoeForCausalLM",
-        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        _values("moe_router_score_function=sigmoid moe_router_enable_expert_bias=true"),
         (rules.biases(kind="qkv"), rules.routed_experts("sigmoid")),
-        {
-            **_NO_BIAS,
-            "num_key_value_heads": 8,
-            "use_qk_norm": False,
-            "partial_rotary_factor": 0.5,
-            "num_experts_per_tok": 8,
-            "n_shared_experts": 1,
-            "n_routed_experts": 128,
-            "routed_scaling_factor": 1.0,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
-            "num_nextn_predict_layers": None,
-        },
+        _NO_BIAS
+        | _values(
+            "num_key_value_heads=8 use_qk_norm=false partial_rotary_factor=0.5 "
+            "num_experts_per_tok=8 n_shared_experts=1 n_routed_experts=128 "
+            "routed_scaling_factor=1.0 n_group=1 topk_group=1 first_k_dense_replace=1 "
+            "norm_topk_prob=true num_nextn_predict_layers=null"
+        ),
         _LLAMA_MODULES | _QK_NORMS | _ROUTED_EXPERTS,
         _EXPERTS_TOO | {"qk_layernorm": "use_qk_norm"},
         rope=rules.rope(share="partial_rotary_factor"),
@@ -646,38 +587,26 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": _deepseek(
         "DeepseekV2ForCausalLM",
         "softmax",
-        {"moe_router_pre_softmax": True, "rotary_interleaved": True},
+        _values("moe_router_pre_softmax=true rotary_interleaved=true"),
         {},
-        absent={
-            "first_k_dense_replace": 0,
-            "n_group": None,
-            "topk_group": None,
-            "topk_method": "greedy",
-            "routed_scaling_factor": 1.0,
-            "n_shared_experts": 2,
-            "n_routed_experts": 64,
-            "num_experts_per_tok": None,
-        },
-        only={"mlp_bias": False, "norm_topk_prob": False},
+        absent=_values(
+            "first_k_dense_replace=0 n_group=null topk_group=null topk_method=greedy "
+            "routed_scaling_factor=1.0 n_shared_experts=2 n_routed_experts=64 "
+            "num_experts_per_tok=null"
+        ),
+        only=_values("mlp_bias=false norm_topk_prob=false"),
     ),
     "deepseek_v3": _deepseek(
         "DeepseekV3ForCausalLM",
         "sigmoid",
-        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        _values("moe_router_score_function=sigmoid moe_router_enable_expert_bias=true"),
         {"rotary_interleaved": "rope_interleave"},
-        absent={
-            "num_key_value_heads": 128,
-            "first_k_dense_replace": 3,
-            "n_group": 8,
-            "topk_group": 4,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 2.5,
-            "n_shared_experts": 1,
-            "n_routed_experts": 256,
-            "num_experts_per_tok": 8,
-            "rope_interleave": True,
-            "num_nextn_predict_layers": None,
-        },
+        absent=_values(
+            "num_key_value_heads=128 first_k_dense_replace=3 n_group=8 topk_group=4 "
+            "norm_topk_prob=true routed_scaling_factor=2.5 n_shared_experts=1 "
+            "n_routed_experts=256 num_experts_per_tok=8 rope_interleave=true "
+            "num_nextn_predict_layers=null"
+        ),
         only={"topk_method": "noaux_tc"},
         unread=_LAYERS_AFTER_ALL,
     ),
@@ -685,7 +614,7 @@ FAMILIES: Mapping[str, Family] = {
         "Gemma2ForCausalLM",
         _GEMMA,
         (rules.window_except(2), rules.SCALES, rules.biases()),
-        {**_GEMMA_USUAL, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        _GEMMA_USUAL | _values("attn_logit_softcapping=50.0 final_logit_softcapping=30.0"),
         _GEMMA_MODULES,
         _CAPPED,
         _GEMMA_ONLY,
@@ -695,15 +624,12 @@ FAMILIES: Mapping[str, Family] = {
         "Gemma3ForCausalLM",
         {**_GEMMA, "qk_layernorm": True},
         (rules.SCALES, rules.biases()),
-        {
-            **_GEMMA_USUAL,
-            "sliding_window_pattern": 6,
-            "_sliding_window_pattern": None,  # what transformers writes, and does not read
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 1e4,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-        },
+        _GEMMA_USUAL  # transformers writes, and does not read, _sliding_window_pattern
+        | _values(
+            "sliding_window_pattern=6 _sliding_window_pattern=null rope_theta=1e6 "
+            "rope_local_base_freq=1e4 attn_logit_softcapping=null "
+            "final_logit_softcapping=null"
+        ),
         _GEMMA_MODULES | _QK_NORMS,
         _CAPPED,
         _GEMMA_ONLY,
@@ -713,9 +639,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "olmo3": _llama(
         "Olmo3ForCausalLM",
-        {"qk_layernorm": True, "qk_layernorm_over": "all", "norm_position": "post"},
+        _values("qk_layernorm=true qk_layernorm_over=all norm_position=post"),
         (rules.biases(),),
-        {**_NO_BIAS, "sliding_window": 4096, "layer_types": None, "rope_theta": 5e5},
+        _NO_BIAS | _values("sliding_window=4096 layer_types=null rope_theta=5e5"),
         _LLAMA_MODULES | _QK_NORMS | _NORMS_AFTER,
         rope=rules.rope_by_window(rules.window_except(4), 5e5),
     ),
@@ -723,41 +649,31 @@ FAMILIES: Mapping[str, Family] = {
         "SmolLM3ForCausalLM",
         {},
         (rules.biases("mlp_bias"), rules.LAYERS_WITHOUT_ROPE),
-        {
-            **_NO_BIASES,
-            "num_key_value_heads": 4,
-            "rope_theta": 2e6,
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "no_rope_layers": None,
-            "no_rope_layer_interval": 4,
-            "layer_types": None,
-            "tie_word_embeddings": True,
-        },
+        _NO_BIASES
+        | _values(
+            "num_key_value_heads=4 rope_theta=2e6 use_sliding_window=false "
+            "sliding_window=null no_rope_layers=null no_rope_layer_interval=4 layer_types=null "
+            "tie_word_embeddings=true"
+        ),
     ),
     "granite": _llama(
         "GraniteForCausalLM",
         {},
         (rules.biases("mlp_bias"), rules.MULTIPLIERS),
-        {
-            **_NO_BIASES,
-            "embedding_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 1.0,
-        },
+        _NO_BIASES
+        | _values(
+            "embedding_multiplier=1.0 attention_multiplier=1.0 residual_multiplier=1.0 "
+            "logits_scaling=1.0"
+        ),
     ),
     "phi3": _llama(
         "Phi3ForCausalLM",
         {},
         (rules.WINDOW_OF_ALL, rules.dropout("resid_pdrop", "embd_pdrop")),
-        {
-            "sliding_window": None,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "original_max_position_embeddings": 4096,
-            "partial_rotary_factor": 1.0,
-        },
+        _values(
+            "sliding_window=null resid_pdrop=0.0 embd_pdrop=0.0 "
+            "original_max_position_embeddings=4096 partial_rotary_factor=1.0"
+        ),
         _LLAMA_MODULES
         | _modules(
             _LAYER,
@@ -770,31 +686,26 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "starcoder2": _llama(
         "Starcoder2ForCausalLM",
-        {"normalization": "layernorm", "swiglu": False},
+        _values("normalization=layernorm swiglu=false"),
         (
             rules.WINDOW_OF_ALL,
             rules.gelu("hidden_act"),
             rules.dropout("residual_dropout", "embedding_dropout"),
         ),
-        {
-            "num_key_value_heads": 2,
-            "norm_epsilon": 1e-5,
-            "hidden_act": "gelu_pytorch_tanh",
-            "sliding_window": None,
-            "residual_dropout": 0.0,
-            "embedding_dropout": 0.0,
-            "use_bias": True,
-            "tie_word_embeddings": True,
-        },
+        _values(
+            "num_key_value_heads=2 norm_epsilon=1e-5 hidden_act=gelu_pytorch_tanh "
+            "sliding_window=null residual_dropout=0.0 embedding_dropout=0.0 use_bias=true "
+            "tie_word_embeddings=true"
+        ),
         _LLAMA_MODULES
         | _modules(_LAYER, ".mlp.dense_h_to_4h .mlp.c_fc\n.mlp.dense_4h_to_h .mlp.c_proj"),
-        _GROUPED | {"layernorm_epsilon": "norm_epsilon", "add_bias_linear": "use_bias"},
+        _GROUPED | _values("layernorm_epsilon=norm_epsilon add_bias_linear=use_bias"),
         {},
     ),
     "gpt_neox": Family(
         "GPTNeoXForCausalLM",
         {"position_embedding_type": "rope"},
-        {**_WIDTHS, "hidden_dropout": "hidden_dropout", "layernorm_epsilon": "layer_norm_eps"},
+        _WIDTHS | _values("hidden_dropout=hidden_dropout layernorm_epsilon=layer_norm_eps"),
         _modules(
             "gpt_neox.layers.{}",
             """
@@ -820,23 +731,17 @@ FAMILIES: Mapping[str, Family] = {
             ),
             rules.biases(of_mlp=True),
         ),
-        {
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
-            "layer_norm_eps": 1e-5,
-            **_ROPE,
-            "rotary_emb_base": 10000.0,
-            "rotary_pct": 0.25,
-            "hidden_act": "gelu",
-            "tie_word_embeddings": False,
-            "use_parallel_residual": True,
-            "attention_bias": True,
-        },
+        _values("attention_dropout=0.0 hidden_dropout=0.0 layer_norm_eps=1e-5")
+        | _ROPE
+        | _values(
+            "rotary_emb_base=1e4 rotary_pct=0.25 hidden_act=gelu tie_word_embeddings=false "
+            "use_parallel_residual=true attention_bias=true"
+        ),
         prefix="gpt_neox.",
     ),
     "bloom": Family(
         "BloomForCausalLM",
-        {"position_embedding_type": "alibi", "embedding_layernorm": True},
+        _values("position_embedding_type=alibi embedding_layernorm=true"),
         pairs(
             "num_layers=n_layer hidden_size=hidden_size num_attention_heads=n_head "
             "vocab_size=vocab_size layernorm_epsilon=layer_norm_epsilon "
@@ -856,14 +761,11 @@ FAMILIES: Mapping[str, Family] = {
         )
         | _modules("transformer.h.{}", _MEGATRONS),
         (rules.TIED, rules.LENGTH),
-        {
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
-            "layer_norm_epsilon": 1e-5,
-            "apply_residual_connection_post_layernorm": False,
-            "tie_word_embeddings": True,
-            "seq_length": 2048,
-        },
+        _values(
+            "attention_dropout=0.0 hidden_dropout=0.0 layer_norm_epsilon=1e-5 "
+            "apply_residual_connection_post_layernorm=false tie_word_embeddings=true "
+            "seq_length=2048"
+        ),
         older=pairs("n_head=num_attention_heads n_layer=num_hidden_layers hidden_size=n_embed"),
         prefix="transformer.",
     ),

@@ -416,24 +416,22 @@ def fill_shards(
     def describe() -> tuple[str, TensorLocations, list[str], list[str]]:
         kind, hf_model = read_model(folder)
         check_architecture({"model": plain(hf_model)}, config, str(folder / CONFIG))
-        shapes = stored_shapes(config)
         theirs = {
-            name: tensors_of(FAMILIES[kind], config.model, {name: shape})
-            for name, shape in shapes.items()
-            if not name.endswith(ADAPTERS)
+            name: {}
+            if name.endswith(ADAPTERS)
+            else tensors_of(FAMILIES[kind], config.model, {name: shape})
+            for name, shape in stored_shapes(config).items()
         }
         expected = {n: shape for of_one in theirs.values() for n, shape in of_one.items()}
         patterns = config.checkpoint.load_missing
         optional = {n for name in theirs if may_be_missing(name, patterns) for n in theirs[name]}
-        optional |= {n for n, shape in expected.items() if not shape}  # constants
+        constants = {n for n, shape in expected.items() if not shape}
         layers = config.model.num_layers
-        locations, notes = find_tensors(folder, FAMILIES[kind], layers, expected, optional)
-        lacks = [
-            name
-            for name in shapes
-            if not {n for n, shape in theirs.get(name, {"": (1,)}).items() if shape}
-            <= locations.keys()
-        ]
+        locations, notes = find_tensors(
+            folder, FAMILIES[kind], layers, expected, optional | constants
+        )
+        present = locations.keys() | constants
+        lacks = [name for name, of_one in theirs.items() if not of_one or of_one.keys() - present]
         return kind, locations, lacks, notes
 
     kind, locations, fresh, notes = decided_by_first(topology, describe)

@@ -787,34 +787,36 @@ class ModelConfig:
 
         Layers of multi-token prediction, which follow the last one, are like it.
         """
-        layer = min(layer, self.num_layers - 1)
-        if self.window_size is None or self.window_size[0] < 0:
-            return None
-        skip = self.window_attn_skip_freq
-        if skip is not None and not (skip[layer] if len(skip) > 1 else (layer + 1) % skip[0]):
-            return None
-        return self.window_size[0]
+        size = (self.window_size or (-1,))[0]
+        return size if size >= 0 and self._has("window_attn_skip_freq", layer) else None
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer, counted as in `window`, has experts instead of an MLP."""
+        return self.num_experts is not None and self._has("moe_layer_freq", layer)
+
+    def _has(self, name: str, layer: int) -> bool:
+        """Return whether a layer, counted as in `window`, has the feature of a frequency.
+
+        A list has a number for each layer. Of a single N, the first of N layers has experts, every
+        N-th layer has no RoPE, and all but every N-th have the other features. Unset, or 0: all.
+        """
+        freq: tuple[int, ...] = getattr(self, name) or (0,)
         layer = min(layer, self.num_layers - 1)
-        freq = self.moe_layer_freq
-        if self.num_experts is None:
-            return False
-        return bool(freq[layer]) if len(freq) > 1 else layer % freq[0] == 0
+        if len(freq) > 1:
+            return bool(freq[layer]) != (name == "no_rope_freq")
+        if name == "moe_layer_freq":
+            return layer % freq[0] == 0
+        return not freq[0] or (layer + 1) % freq[0] != 0
 
     def layer_kind(self, layer: int) -> LayerKind:
         """Return the settings of a layer, counted as in `window`, that may differ between layers.
 
         --no-rope-freq and --rotary-local-base change RoPE in some layers.
         """
-        layer = min(layer, self.num_layers - 1)
-        freq = self.linear_attention_freq
-        linear = freq is None or (freq[layer] if len(freq) > 1 else (layer + 1) % (freq[0] or 1))
         windowed = self.window(layer) is not None
         base = self.rotary_local_base if windowed else None
-        skip = self.no_rope_freq or (0,)
-        turned = not skip[layer] if len(skip) > 1 else not skip[0] or (layer + 1) % skip[0]
+        turned = self._has("no_rope_freq", layer)
+        linear = self._has("linear_attention_freq", layer)
         return LayerKind(
             window_size=self.window_size if windowed else None,
             num_experts=self.num_experts if self.has_experts(layer) else None,

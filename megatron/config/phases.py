@@ -201,6 +201,15 @@ def parse_iterations(words: Sequence[str]) -> list[tuple[int, int]]:
     return ranges
 
 
+_RAMP = "total_curriculum_step difficulty_step"
+_CURRICULA = {
+    "fixed_linear": _RAMP,
+    "fixed_root": f"{_RAMP} root_degree",
+    "fixed_discrete": "difficulty max_step",
+}
+"""Entries of schedule_config, by schedule_type."""
+
+
 def parse_curriculum(entries: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     """Return the (first iteration, sequence length) of each change in DeepSpeed's curriculum.
 
@@ -213,44 +222,43 @@ def parse_curriculum(entries: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     ... )
     ((1, 8), (2, 16), (4, 24))
     """
-    rest = {name: value for name, value in entries.items() if name != "enabled"}
-
-    def take(content: dict[str, Any], name: str, kind: type, many: bool = False) -> Any:
-        value = content.pop(name, None)
-        try:
-            return Option(kind=kind, many=many, limits=Range(1, 10**7)).accept(value)
-        except ValueError as error:
-            raise ValueError(f"{name} {error}") from None
-
-    if rest.pop("curriculum_type", "seqlen") != "seqlen":
+    rest = {"curriculum_type": "seqlen", **entries}
+    if rest.pop("curriculum_type") != "seqlen":
         raise ValueError("curriculum_type must be seqlen: only sequence lengths can grow")
     schedule = rest.pop("schedule_type", None)
-    inner = dict(rest.pop("schedule_config", None) or {})
-    least = take(rest, "min_difficulty", int)
-    most = take(rest, "max_difficulty", int)
+    if schedule not in _CURRICULA:
+        raise ValueError(f"schedule_type must be one of {', '.join(_CURRICULA)}")
+    values: dict[str, Any] = {**rest, **(rest.pop("schedule_config", None) or {})}
+    for name in ("enabled", "schedule_config"):
+        values.pop(name, None)
+    needed = f"min_difficulty max_difficulty {_CURRICULA[schedule]}".split()
+    if values.keys() != set(needed):
+        raise ValueError(f"must have the entries {', '.join(needed)}, got {', '.join(values)}")
+    for name in needed:
+        many = name in ("difficulty", "max_step")
+        kind = float if name == "root_degree" else int
+        try:
+            values[name] = Option(kind=kind, many=many, limits=Range(1, 10**7)).accept(values[name])
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+    least = values["min_difficulty"]
+    most = values["max_difficulty"]
     if schedule == "fixed_discrete":
-        lengths = take(inner, "difficulty", int, many=True)
-        ends = take(inner, "max_step", int, many=True)
+        lengths = values["difficulty"]
+        ends = values["max_step"]
         if len(lengths) != len(ends) + 1 or list(ends) != sorted(set(ends)) or max(lengths) > most:
             raise ValueError(
                 f"difficulty {list(lengths)} needs one length more than the ascending max_step "
                 f"{list(ends)}, and none above max_difficulty {most}"
             )
-        changes = tuple(zip([1, *(end + 1 for end in ends)], lengths, strict=True))
-    elif schedule in ("fixed_linear", "fixed_root"):
-        root = take(inner, "root_degree", float) if schedule == "fixed_root" else 1.0
-        step = take(inner, "difficulty_step", int)
-        if most % step or not least <= most:
-            raise ValueError(
-                f"max_difficulty {most} must be a multiple of difficulty_step {step} and at least "
-                f"min_difficulty {least}"
-            )
-        changes = _ramp(least, most, take(inner, "total_curriculum_step", int), step, root)
-    else:
-        raise ValueError("schedule_type must be fixed_linear, fixed_root or fixed_discrete")
-    if rest or inner:
-        raise ValueError(f"has entries that are not read: {', '.join([*rest, *inner])}")
-    return changes
+        return tuple(zip([1, *(end + 1 for end in ends)], lengths, strict=True))
+    step = values["difficulty_step"]
+    if most % step or not least <= most:
+        raise ValueError(
+            f"max_difficulty {most} must be a multiple of difficulty_step {step} and at least "
+            f"min_difficulty {least}"
+        )
+    return _ramp(least, most, values["total_curriculum_step"], step, values.get("root_degree", 1.0))
 
 
 @functools.lru_cache

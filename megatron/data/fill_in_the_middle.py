@@ -6,6 +6,7 @@ that name the three parts (Bavarian et al., arXiv 2207.14255). The parts are tok
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,9 +86,8 @@ class FillInTheMiddle:
         key = mix(self.seed, name_key("fill in the middle"), position)
         random = np.random.RandomState(np.array([key & 0xFFFFFFFF, key >> 32]))
         pieces = list[Int64Array]()
-        for document in _split_behind(tokens, self.tokenizer.eod):
-            whole = len(document) - int(len(document) > 0 and document[-1] == self.tokenizer.eod)
-            pieces += [*self._document(document[:whole], random), document[whole:]]
+        for document, end in _split_behind(tokens, self.tokenizer.eod):
+            pieces += [*self._document(document, random), end]
         filled = np.concatenate(pieces)[: len(tokens)]
         result = np.full(len(tokens), self.pad, np.int64)
         result[: len(filled)] = filled
@@ -99,10 +99,8 @@ class FillInTheMiddle:
         if random.random_sample() >= self.data.fim_rate:
             return [ids]
         pieces = list[Int64Array]()
-        for file in _split_behind(ids, self.separator):
-            text = len(file) - int(len(file) > 0 and file[-1] == self.separator)
-            pieces += self._rearranged(file[:text], self.data.fim_fragment_rate, random)
-            pieces.append(file[text:])
+        for file, end in _split_behind(ids, self.separator):
+            pieces += [*self._rearranged(file, self.data.fim_fragment_rate, random), end]
         return pieces
 
     def _rearranged(
@@ -126,6 +124,8 @@ class FillInTheMiddle:
         return [marks[0], prefix, marks[1], suffix, marks[2], middle]
 
 
-def _split_behind(ids: Int64Array, end: int) -> list[Int64Array]:
-    """Return the ids in pieces, each of which but the last ends with `end`."""
-    return np.split(ids, np.flatnonzero(ids == end) + 1)
+def _split_behind(ids: Int64Array, end: int) -> Iterator[tuple[Int64Array, Int64Array]]:
+    """Yield the ids before each `end`, and this end; after the last one, the rest and nothing."""
+    for piece in np.split(ids, np.flatnonzero(ids == end) + 1):
+        size = len(piece) - int(len(piece) > 0 and piece[-1] == end)
+        yield piece[:size], piece[size:]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.config import Config, ModelConfig
+from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.kernels.choose import AttentionFeatures, choose_attention
 from megatron.kernels.library import nodes_for, recompute_later
@@ -166,23 +166,29 @@ class CoreAttention:
             return core(q, k, v, scoring)[..., :width]
 
 
-def add_sinks(
-    module: torch.nn.Module,
-    core: CoreAttention,
-    context: LayerContext,
-    name: str,
-    model: ModelConfig,
-) -> None:
-    """Give a layer the parameter of --softmax-type learnable, a logit for each head."""
-    if model.softmax_type == "learnable":
-        shape = (model.num_attention_heads,)
-        fill = normal(model.init_method_std)
-        make = context.parameters.create
-        core.sink = make(f"{name}.softmax_offset", shape, 0, fill, decay=False)
-        module.softmax_offset = core.sink
+class SoftmaxAttention(torch.nn.Module):
+    """Attention layer with a CoreAttention, RoPE if the layer has it, and attention sinks."""
+
+    def __init__(
+        self, context: LayerContext, name: str, config: Config, layer: int, recompute: bool
+    ) -> None:
+        super().__init__()
+        model = config.model
+        kind = model.layer_kind(layer)
+        self.rotary: RotaryEmbedding | None = None
+        if kind.position_embedding_type == "rope":
+            scaled = replace(model, rope_scaling=kind.rope_scaling)
+            self.rotary = context.rotary(model.rotated_entries, kind.rotary_base, scaled)
+        self.core = CoreAttention(context, config, layer, recompute)
+        if model.softmax_type == "learnable":
+            shape = (model.num_attention_heads,)
+            fill = normal(model.init_method_std)
+            make = context.parameters.create
+            self.softmax_offset = make(f"{name}.softmax_offset", shape, 0, fill, decay=False)
+            self.core.sink = self.softmax_offset
 
 
-class SelfAttention(torch.nn.Module):
+class SelfAttention(SoftmaxAttention):
     """Self-attention: [s(/tp), b, h] -> ([s(/tp), b, h], bias or None).
 
     layer, recompute: see CoreAttention. summed: see RowParallelLinear.
@@ -203,7 +209,7 @@ class SelfAttention(torch.nn.Module):
         recompute: bool = False,
         summed: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(context, name, config, layer, recompute)
         model = config.model
         heads = model.num_attention_heads
         groups = model.num_key_value_heads
@@ -211,13 +217,6 @@ class SelfAttention(torch.nn.Module):
         tp = context.tensor.size
         rank = context.tensor.rank
         fill, output_fill = weight_fills(model)
-        self.rotary: RotaryEmbedding | None = None
-        kind = model.layer_kind(layer)
-        if kind.position_embedding_type == "rope":
-            scaled = replace(model, rope_scaling=kind.rope_scaling)
-            self.rotary = context.rotary(model.rotated_entries, kind.rotary_base, scaled)
-        self.core = CoreAttention(context, config, layer, recompute)
-        add_sinks(self, self.core, context, name, model)
         self.groups = max(1, groups // tp)
         self.queries = heads // max(groups, tp)
         self.gated = model.attention_output_gate

@@ -12,8 +12,6 @@ from megatron.data.sampler import MicroBatch
 from megatron.errors import ConfigError
 from megatron.layers.vocabulary import Vocabulary, differentiable_losses, scores
 from megatron.parallel import collectives
-from megatron.parallel.autograd import Context, Node
-from megatron.parallel.topology import Group
 
 
 @dataclass(frozen=True)
@@ -55,25 +53,14 @@ class LossInputs:
         maximum = torch.cat([logits.detach(), least], -1).amax(-1, keepdim=True)
         maximum = collectives.all_reduce(maximum, group, torch.distributed.ReduceOp.MAX)
         shifted = logits - maximum
-        return shifted - _SumBothWays.apply(shifted.exp().sum(-1, keepdim=True), group).log()
+        # each rank uses the sum for its own columns
+        total = collectives.reduce_from_tensor_region(shifted.exp().sum(-1, keepdim=True), group)
+        return shifted - collectives.copy_to_tensor_region(total, group).log()
 
     def sum_over_vocabulary(self, x: Tensor) -> Tensor:
         """Return the sum of x [.., columns] over all columns of all tensor ranks, [..]."""
         group = self.vocabulary.context.tensor
         return collectives.reduce_from_tensor_region(x.sum(-1), group)
-
-
-class _SumBothWays(Node):
-    """Sum over the tensor ranks whose result every rank uses for its own columns."""
-
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return collectives.all_reduce(x.clone(), group)
-
-    @staticmethod
-    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_reduce(gradient.clone(), ctx.group), None
 
 
 def mean_with_components(

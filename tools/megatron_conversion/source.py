@@ -25,30 +25,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("master", *MOMENTS)
 
 _RUN = (
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_warmup_fraction",
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "start_weight_decay",
-    "end_weight_decay",
-    "weight_decay_incr_style",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "clip_grad",
-    "train_iters",
-    "train_samples",
-    "seed",
-    "fp16",
-    "bf16",
-    "global_batch_size",
-    "micro_batch_size",
-)
+    "lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_fraction "
+    "lr_warmup_iters lr_warmup_samples start_weight_decay end_weight_decay "
+    "weight_decay_incr_style weight_decay adam_beta1 adam_beta2 adam_eps clip_grad train_iters "
+    "train_samples seed fp16 bf16 global_batch_size micro_batch_size"
+).split()
 PRECISION = {"fp16", "bf16"}  # a choice of one replaces both
 # Arguments of models whose parameters have no counterpart here: (name, values that mean off).
 _UNSUPPORTED = (

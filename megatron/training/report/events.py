@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
+from megatron.config.option import pairs
+
 if TYPE_CHECKING:
     import torch
 
@@ -49,18 +51,12 @@ class StepRecord:
     seq_length: int | None = None
     decoupled_learning_rate: float | None = None
 
-    shown: ClassVar[Mapping[str, str]] = {
-        "loss": "lm loss",
-        "learning_rate": "learning-rate",
-        "decoupled_learning_rate": "decoupled-learning-rate",
-        "global_batch_size": "batch-size",
-        "loss_scale": "loss-scale",
-        "grad_norm": "grad-norm",
-        "num_zeros": "num-zeros",
-        "params_norm": "params-norm",
-        "consumed_samples": "consumed-samples",
-        "consumed_tokens": "consumed-tokens",
-    }
+    shown: ClassVar[Mapping[str, str]] = {"loss": "lm loss"} | pairs(
+        "learning_rate=learning-rate decoupled_learning_rate=decoupled-learning-rate "
+        "global_batch_size=batch-size loss_scale=loss-scale grad_norm=grad-norm "
+        "num_zeros=num-zeros params_norm=params-norm consumed_samples=consumed-samples "
+        "consumed_tokens=consumed-tokens"
+    )
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -156,29 +152,16 @@ class Iteration(Event):
     """
 
     event = "iteration"
-    shown: ClassVar[Mapping[str, str]] = {
-        "step_time_s": "iteration-time",
-        "model_tflops": "throughput",
-        "hardware_tflops": "hardware-throughput",
-        "mfu": "mfu",
-        "hfu": "hfu",
-        "tokens_per_s": "tokens-per-second",
-        "tokens_per_s_per_device": "tokens-per-second-per-device",
-        "skipped": "skipped-iterations",
-        "nan": "nan-iterations",
-        "memory_bytes": "mem-max-allocated-bytes",
-        "reserved_bytes": "mem-reserved-bytes",
-        "stage_memory_bytes": "stage-mem-max-allocated-bytes",
-        "phases_ms": "phase-ms",
-        "energy_j": "energy-joules",
-        "energy_kwh": "energy-kwh",
-        "joules_per_token": "joules-per-token",
-        "sources": "data",
-        "balancing": "moe",
-        "components": "loss",
-        "scalars": "user",
-        "experts": "moe/layer",
-    }
+    shown: ClassVar[Mapping[str, str]] = pairs(
+        "step_time_s=iteration-time model_tflops=throughput hardware_tflops=hardware-throughput "
+        "mfu=mfu hfu=hfu tokens_per_s=tokens-per-second "
+        "tokens_per_s_per_device=tokens-per-second-per-device skipped=skipped-iterations "
+        "nan=nan-iterations memory_bytes=mem-max-allocated-bytes "
+        "reserved_bytes=mem-reserved-bytes stage_memory_bytes=stage-mem-max-allocated-bytes "
+        "phases_ms=phase-ms energy_j=energy-joules energy_kwh=energy-kwh "
+        "joules_per_token=joules-per-token sources=data balancing=moe components=loss "
+        "scalars=user experts=moe/layer"
+    )
     iteration: int
     total_iterations: int
     consumed_samples: int

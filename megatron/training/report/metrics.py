@@ -96,11 +96,10 @@ class Interval:
     used_j  energy used by all nodes up to the last log line; NaN if unknown
     """
 
-    def __init__(self, topology: Topology, rates: FlopRates, config: Config | None = None) -> None:
+    def __init__(self, topology: Topology, rates: FlopRates, config: Config) -> None:
         self._topology = topology
         self._rates = rates
-        self._components = () if config is None else config.loss_components
-        self._loss_name = "lm loss" if config is None else config.loss_name
+        self._config = config
         self._means: list[list[float | None]] = []  # of each component, by step
         self.steps: list[StepRecord] = []
         self.meter: EnergyMeter | None = None
@@ -125,7 +124,7 @@ class Interval:
         steps = [*self.steps, *unfinished]
         world = self._topology.world
         # loss, its components, counted micro-batches, all micro-batches
-        width = 3 + len(self._components)
+        width = 3 + len(self._config.loss_components)
         loss_elements = width * len(steps)
         total = torch.zeros(
             loss_elements + 2 * world.size + 1, dtype=torch.float64, device=self._topology.device
@@ -203,8 +202,8 @@ class Interval:
             total_iterations=total_iterations,
             seq_length=per_sample[-1][1].seq_length,
             lm_loss=lm_loss,
-            components=dict(zip(self._components, components, strict=True)) or None,
-            loss_name=self._loss_name,
+            components=dict(zip(self._config.loss_components, components, strict=True)) or None,
+            loss_name=self._config.loss_name,
             skipped=sum(s.skipped for s in steps),
             nan=sum(loss is not None and not math.isfinite(loss) for loss in losses),
             empty=losses.count(None),

@@ -8,7 +8,7 @@ import torch
 
 from megatron.training.report.events import StepRecord
 from megatron.training.report.metrics import FlopRates, Interval
-from tests.helpers.tiny import rank_topology
+from tests.helpers.tiny import rank_topology, tiny
 
 SINGLE = rank_topology()
 
@@ -21,7 +21,7 @@ def step(iteration, loss, *, skipped=False, batch=4):
 
 
 def test_interval_leaves_skipped_steps_out_and_counts_them():
-    interval = Interval(SINGLE, FlopRates(1, 8, 100.0, 150.0, peak_flops_per_s=1000.0))
+    interval = Interval(SINGLE, FlopRates(1, 8, 100.0, 150.0, peak_flops_per_s=1000.0), tiny())
     skipped = step(2, math.inf, skipped=True), step(4, math.nan, skipped=True)
     for record in (step(1, 3.0), skipped[0], step(3, 2.0, batch=8), skipped[1]):
         interval.steps.append(record)
@@ -44,7 +44,7 @@ def test_interval_leaves_skipped_steps_out_and_counts_them():
 
 
 def test_energy_is_counted_per_token_and_in_all():
-    interval = Interval(SINGLE, FlopRates(1, 8, 100.0, 150.0))
+    interval = Interval(SINGLE, FlopRates(1, 8, 100.0, 150.0), tiny())
     joules = iter([40.0, 24.0, math.nan, 1.0])
     interval.meter = SimpleNamespace(used_j=lambda: next(joules))
     for expected, used in ((40.0, 40.0), (24.0, 64.0), (None, math.nan), (1.0, math.nan)):

@@ -44,6 +44,7 @@ from megatron.training.run.stopping import Agreement, StopRules
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 from tests.helpers.text import GPT, PROMPTS, TextModel, one_process
+from tests.helpers.tiny import tiny
 
 pytestmark = pytest.mark.slow
 
@@ -122,7 +123,7 @@ def figures(topology, folder):
     weights = torch.tensor([0.1, 0.2, 0.3, 0.8])
     mine = local_loss(losses, None, topology)
     weighted = local_loss(losses, weights, topology)
-    interval = Interval(topology, FlopRates(RANKS, 8, 1.0, 1.0))
+    interval = Interval(topology, FlopRates(RANKS, 8, 1.0, 1.0), tiny())
     for iteration, loss in ((1, mine), (2, weighted)):
         interval.steps.append(StepRecord(iteration, 0, 0, 8, 0.1, loss, False))
     # of two nodes, in whose energy the others have no part
