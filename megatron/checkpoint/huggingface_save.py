@@ -499,8 +499,8 @@ def write_model(
                     for each in (name, *adapters_of(name, parameters.shapes)):
                         parameters.passes(each)
         if config.model.lora_rank is not None:
-            for some in gather_objects(adapters, topology.world):
-                adapters |= some
+            for of_rank in gather_objects(adapters, topology.world):
+                adapters |= of_rank
         with errors_on_all_ranks(topology, what):
             for failure in filter(None, failures):
                 raise failure

@@ -150,20 +150,20 @@ def pieces_of_model(
 
     Raises ConfigError unless these are the kinds of pieces with which it was trained.
     """
-    found = load_pieces(pieces) if isinstance(pieces, str) else pieces or PLAIN
+    user = load_pieces(pieces) if isinstance(pieces, str) else pieces or PLAIN
     recorded = stored.get("pieces", {})
     for name in ("layer", "model"):
-        if name in recorded and getattr(found, name) is None:
+        if name in recorded and getattr(user, name) is None:
             raise ConfigError(
                 f"{where} was trained with your own {name} ({recorded[name]}): give the file that "
                 "lists it in PIECES with --pieces FILE, or load_model(..., pieces=FILE)"
             )
-        if name not in recorded and getattr(found, name) is not None:
+        if name not in recorded and getattr(user, name) is not None:
             raise ConfigError(
                 f"{where} was trained without a {name} of your own: use it without "
-                f"{found.describe()[name]} in --pieces"
+                f"{user.describe()[name]} in --pieces"
             )
-    return Pieces(layer=found.layer, model=found.model)
+    return Pieces(layer=user.layer, model=user.model)
 
 
 def check_architecture(stored: dict[str, Any], config: Config, where: str) -> None:

@@ -12,12 +12,14 @@ from megatron.config.option import (
     COUNT,
     FACTOR,
     FFN_WIDTH,
+    FREQUENCY,
     LAYERS,
     LEAST_NORMAL,
-    MOST_LAYERS,
     MOST_POSITIONS,
     MOST_WIDTH,
     POSITIONS,
+    POSITIVE_RATE,
+    RATE,
     SHARE,
     WIDTH,
     Range,
@@ -243,7 +245,7 @@ class ModelConfig:
         None,
         "Layers with linear attention: all but every N-th layer, or those with 1 in a list of "
         "zeros and ones, one for each layer.",
-        Range(0, MOST_LAYERS),
+        FREQUENCY,
         metavar="N",
         derived="all layers",
     )
@@ -282,7 +284,7 @@ class ModelConfig:
     logit_z_loss: float = option(
         0.0,
         "Coefficient of the z-loss, the squared logarithm of the softmax's denominator.",
-        Range(0, 1e3),
+        RATE,
         flags="--logit-z-loss --z-loss-strength",
     )
     window_size: tuple[int, ...] | None = option(
@@ -296,7 +298,7 @@ class ModelConfig:
         None,
         "Layers without the window: every N-th layer, or those with 0 in a list of zeros and ones, "
         "one for each layer.",
-        Range(0, MOST_LAYERS),
+        FREQUENCY,
         metavar="N",
         derived="all layers have the window",
     )
@@ -308,7 +310,7 @@ class ModelConfig:
         flags="--mtp-num-layers --num-nextn-predict-layers",
     )
     mtp_loss_scaling_factor: float = option(
-        0.1, "Factor applied to the mean of the losses of multi-token prediction.", Range(0, 1e3)
+        0.1, "Factor applied to the mean of the losses of multi-token prediction.", RATE
     )
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer its own weights."
@@ -341,7 +343,7 @@ class ModelConfig:
         None,
         "Layers without RoPE: every N-th layer, or those with 1 in a list of zeros and ones, one "
         "for each layer.",
-        Range(0, MOST_LAYERS),
+        FREQUENCY,
         metavar="N",
         derived="all layers have RoPE",
         none_word=True,
@@ -390,16 +392,16 @@ class ModelConfig:
     yarn_attention_factor: float | None = option(
         None,
         "YaRN: factor applied to cosines and sines.",
-        Range(above=0, at_most=1e3),
+        POSITIVE_RATE,
         derived="(0.1 x mscale x ln(rope-scaling-factor) + 1) / (the same with mscale-all-dim)",
     )
     yarn_mscale: float = option(
-        1.0, "YaRN: see --yarn-attention-factor.", Range(0, 1e3), flags="--mscale --yarn-mscale"
+        1.0, "YaRN: see --yarn-attention-factor.", RATE, flags="--mscale --yarn-mscale"
     )
     yarn_mscale_all_dim: float = option(
         0.0,
         "YaRN: see --yarn-attention-factor.",
-        Range(0, 1e3),
+        RATE,
         flags="--mscale-all-dim --yarn-mscale-all-dim",
     )
     yarn_truncate: bool = option(
@@ -531,7 +533,7 @@ class ModelConfig:
         (1,),
         "Layers with experts: every N-th layer, beginning with the first, or those with 1 in a "
         "list of zeros and ones, one for each layer, such as ([0]*1+[1]*23).",
-        Range(0, MOST_LAYERS),
+        FREQUENCY,
         metavar="N",
     )
     moe_ffn_hidden_size: int | None = option(
@@ -616,7 +618,7 @@ class ModelConfig:
         "below. Needs sigmoid scores.",
     )
     moe_router_bias_update_rate: float = option(
-        1e-3, "Amount by which the bias of an expert changes in a step.", Range(0, 1e3)
+        1e-3, "Amount by which the bias of an expert changes in a step.", RATE
     )
     moe_input_jitter_eps: float | None = option(
         None,

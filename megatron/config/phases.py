@@ -28,7 +28,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config.option import MOST_BATCH, MOST_TOKENS, Option, Range
+from megatron.config.option import (
+    MOST_BATCH,
+    MOST_TOKENS,
+    POSITIVE_RATE,
+    RATE,
+    Option,
+    Range,
+)
 
 PHASED = ("lr_schedule", "weight_decay_schedule", "adam_beta1_schedule", "adam_beta2_schedule")
 """Settings that are schedules of phases."""
@@ -45,10 +52,10 @@ SHAPES = (
 KINDS = ("hidden", "embedding", "output", "vector")
 """Kinds of parameters, as in megatron.parallel.sharding.kind_of."""
 _NAMES: Mapping[str, Option] = {
-    "from": Option(kind=float, limits=Range(0, 1000)),
-    "to": Option(kind=float, limits=Range(0, 1000)),
+    "from": Option(kind=float, limits=RATE),
+    "to": Option(kind=float, limits=RATE),
     "cycles": Option(kind=int, limits=Range(1, 1000)),
-    "factor": Option(kind=float, limits=Range(above=0, at_most=1000)),
+    "factor": Option(kind=float, limits=POSITIVE_RATE),
     "amplitude": Option(kind=float, limits=Range(above=0)),
     "exponent": Option(kind=float, limits=Range(-10, below=0)),
 }
@@ -227,7 +234,8 @@ def parse_curriculum(entries: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         raise ValueError("curriculum_type must be seqlen: only sequence lengths can grow")
     schedule = rest.pop("schedule_type", None)
     if schedule not in _CURRICULA:
-        raise ValueError(f"schedule_type must be one of {', '.join(_CURRICULA)}")
+        kinds = ", ".join(_CURRICULA)
+        raise ValueError(f"needs min_difficulty, max_difficulty and a schedule_type of {kinds}")
     values: dict[str, Any] = {**rest, **(rest.pop("schedule_config", None) or {})}
     for name in ("enabled", "schedule_config"):
         values.pop(name, None)

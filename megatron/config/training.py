@@ -12,6 +12,8 @@ from megatron.config.option import (
     MOST_SAMPLES,
     MOST_TOKENS,
     NATURAL,
+    POSITIVE_RATE,
+    RATE,
     SAMPLES,
     SHARE,
     TOKENS,
@@ -75,18 +77,18 @@ class OptimizerConfig:
         value_names="adamw=adam fusedadam=adam fusedadamw=adam dist_muon=muon",
         hint="use --optimizer adam",
     )
-    lr: float = option(None, "Maximum learning rate.", Range(above=0, at_most=1000))
-    min_lr: float = option(0.0, "Minimum learning rate.", Range(0, 1000))
+    lr: float = option(None, "Maximum learning rate.", POSITIVE_RATE)
+    min_lr: float = option(0.0, "Minimum learning rate.", RATE)
     decoupled_lr: float = option(
         None,
         "Maximum learning rate of the word embedding and the output layer.",
-        Range(above=0, at_most=1000),
+        POSITIVE_RATE,
         derived="lr",
     )
     decoupled_min_lr: float = option(
         None,
         "Minimum learning rate of the word embedding and the output layer.",
-        Range(0, 1000),
+        RATE,
         derived="min-lr",
     )
     lr_decay_style: str = option(
@@ -118,9 +120,7 @@ class OptimizerConfig:
         "Warm-up as a fraction of --lr-decay-iters, --lr-decay-samples or --lr-decay-tokens.",
         SHARE,
     )
-    lr_warmup_init: float = option(
-        0.0, "Learning rate at which the warm-up starts.", Range(0, 1000)
-    )
+    lr_warmup_init: float = option(0.0, "Learning rate at which the warm-up starts.", RATE)
     lr_warmup_iters: int = option(0, "Number of warm-up iterations.", NATURAL)
     lr_warmup_samples: int = option(0, "Number of warm-up samples.", Range(0, MOST_SAMPLES))
     lr_warmup_tokens: int | None = option(None, "Number of warm-up tokens.", Range(0, MOST_TOKENS))
@@ -142,13 +142,9 @@ class OptimizerConfig:
         "constant 80%, cosine'. See docs/schedules.md.",
         metavar="PHASES",
     )
-    weight_decay: float = option(0.01, "Weight decay.", Range(0, 1000))
-    start_weight_decay: float = option(
-        None, "Initial weight decay.", Range(0, 1000), derived="weight-decay"
-    )
-    end_weight_decay: float = option(
-        None, "Final weight decay.", Range(0, 1000), derived="weight-decay"
-    )
+    weight_decay: float = option(0.01, "Weight decay.", RATE)
+    start_weight_decay: float = option(None, "Initial weight decay.", RATE, derived="weight-decay")
+    end_weight_decay: float = option(None, "Final weight decay.", RATE, derived="weight-decay")
     weight_decay_incr_style: str = option(
         "constant",
         "How weight decay changes from its initial to its final value.",
@@ -209,9 +205,7 @@ class OptimizerConfig:
     )
     lion_beta1: float = option(0.95, "Share of the momentum in Lion's update.", SHARE)
     lion_beta2: float = option(0.98, "Decay of Lion's momentum.", SHARE)
-    ademamix_alpha: float = option(
-        2.0, "Factor of AdEMAMix's slow average in its update.", Range(0, 1000)
-    )
+    ademamix_alpha: float = option(2.0, "Factor of AdEMAMix's slow average in its update.", RATE)
     ademamix_beta3: float = option(
         0.9999, "Decay of AdEMAMix's slow average.", Range(above=0, below=1)
     )
@@ -242,7 +236,7 @@ class OptimizerConfig:
     muon_extra_scale_factor: float = option(
         1.0,
         "Further factor applied to Muon's update. With spectral, 0.2 gives it the size of Adam's.",
-        Range(above=0, at_most=1000),
+        POSITIVE_RATE,
     )
     muon_num_ns_steps: int = option(5, "Number of Muon's Newton-Schulz steps.", Range(1, 100))
     muon_coefficient_type: str = option(

@@ -246,16 +246,6 @@ def _qk_clip(config: Sections) -> Problems:
             )
 
 
-@check("lr", "decoupled_lr", "decoupled_min_lr")
-def _decoupled_rate(config: Sections) -> Problems:
-    o = config.optimizer
-    if o.decouples and o.decoupled_min_lr > o.decoupled_lr:
-        yield (
-            f"--decoupled-min-lr {o.decoupled_min_lr:g} is greater than --decoupled-lr "
-            f"{o.decoupled_lr:g}"
-        )
-
-
 @check("norm_implementation")
 def _norms(config: Sections) -> Problems:
     if config.kernels.norm_implementation == "fused" and not config.kernels.persist_layer_norm:

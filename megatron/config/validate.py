@@ -44,6 +44,7 @@ EXCLUSIVE = [
 ASCENDING = (
     ("min_lr", "lr"),
     ("lr_warmup_init", "lr"),
+    ("decoupled_min_lr", "decoupled_lr"),
     ("yarn_beta_slow", "yarn_beta_fast"),
     ("min_loss_scale", "initial_loss_scale"),
     ("start_weight_decay", "end_weight_decay"),
@@ -151,21 +152,17 @@ def validate(settings: Settings) -> None:
         if len(chosen) > 1 and bad.isdisjoint(chosen):
             add(f"{' and '.join(map(written, chosen))} contradict each other: choose one")
     for low, high in ASCENDING:
-        if settings.usable(low, high) and values[low] > values[high]:
+        derived = settings.explicit.keys().isdisjoint((low, high))  # their sources are compared
+        if settings.usable(low, high) and values[low] > values[high] and not derived:
             add(f"{written(low)} is greater than {written(high)}")
     for needed, value, names in _needed():
         option = options[needed]
         actual = values[needed]
-        if value is None:
-            words = option.metavar or "|".join(map(str, option.choices or "N"))
-            is_met = actual is not None
-            remedy = f"{option.flag} {words}"
-        else:
-            is_met = actual == value
-            remedy = option.written(value)
-            remedy += f", not {actual}" if actual else ""
-        if is_met or needed in bad:
+        if needed in bad or (actual is not None and value in (None, actual)):
             continue
+        words = option.metavar or "|".join(map(str, option.choices or "N"))
+        remedy = f"{option.flag} {words}" if value is None else option.written(value)
+        remedy += f", not {actual}" if actual else ""
         for name in names:
             if name not in bad and values[name] not in (None, options[name].default):
                 add(f"{written(name)} needs {remedy}")

@@ -59,13 +59,13 @@ class FillInTheMiddle:
 
         def id_of(setting: str) -> int:
             name = getattr(data, setting)
-            found = tokenizer.id_of(name)
-            if found is None:
+            number = tokenizer.id_of(name)
+            if number is None:
                 raise ConfigError(
                     f"the tokenizer has no token {name!r}: give {all_options()[setting].flag} the "
                     "name of one of its tokens, or leave out --fim-rate"
                 )
-            return found
+            return number
 
         names = ("prefix", "middle", "suffix", "pad")
         ids = {name: id_of(f"fim_{name}_token") for name in names}

@@ -462,8 +462,8 @@ class Engine:
                 "--adam-beta1-schedule and --adam-beta2-schedule out"
             )
         for group in groups:
-            own = group["decoupled"] and values.decoupled_lr is not None
-            group["lr"] = (values.decoupled_lr if own else values.lr) * group["lr_scale"]
+            rate = values.decoupled_lr if group["decoupled"] else None
+            group["lr"] = (values.lr if rate is None else rate) * group["lr_scale"]
             if values.weight_decay is not None and group["decays"]:
                 group["weight_decay"] = values.weight_decay / group["lr_scale"]
             if values.betas is not None and "betas" in group:

@@ -15,6 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.config.option import pairs
 from megatron.config.parallel import TILE
 from megatron.kernels import measured_times
 
@@ -464,16 +465,11 @@ measurements (measured_times.py). On a GPU all kernels are faster.
 """
 
 _APEX = "apex computes it"
-_SETTINGS = {
-    "masked_softmax": "masked_softmax_fusion",
-    "bias_activation": "bias_gelu_fusion",
-    "bias_dropout": "bias_dropout_fusion",
-    "layer_norm": "persist_layer_norm",
-    "rms_norm": "persist_layer_norm",
-    "rotary": "rope_fusion",
-    "cross_entropy": "cross_entropy_loss_fusion",
-    "permute": "moe_permute_fusion",
-}
+_SETTINGS = pairs(
+    "masked_softmax=masked_softmax_fusion bias_activation=bias_gelu_fusion "
+    "bias_dropout=bias_dropout_fusion layer_norm=persist_layer_norm rms_norm=persist_layer_norm "
+    "rotary=rope_fusion cross_entropy=cross_entropy_loss_fusion permute=moe_permute_fusion"
+)
 """The setting that allows an operator's kernel; its flag --no-... turns the kernel off. The other
 operators have no such setting.
 """

@@ -75,8 +75,8 @@ def gated_delta_rule(
     factors = apart.masked_fill(hidden, -math.inf).exp()
     share = beta.unsqueeze(-1)
     system = share * (k @ k.transpose(-1, -2)) * factors
-    given = torch.cat((v, k * read.unsqueeze(-1)), -1) * share
-    solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
+    right = torch.cat((v, k * read.unsqueeze(-1)), -1) * share
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     values, keys = solved.split((v.shape[-1], k.shape[-1]), -1)
     scores = (q @ k.transpose(-1, -2)) * factors
     q = q * read.unsqueeze(-1)
@@ -185,35 +185,32 @@ class GatedDeltaNet(nn.Module):
         values = self.each * self.value_width
         sizes = self.channels, values, self.each, self.each
         channels, gate, beta, rate = mixed.split(sizes, dim=3)
-        core = self._core if call.cache is None else self._cached
         inputs = call, channels.flatten(2), beta.flatten(2), rate.flatten(2)
         if self.recompute and torch.is_grad_enabled() and call.cache is None:
-            out = recompute_later(core, *inputs)
+            out = recompute_later(self._core, *inputs)
         else:
-            out = core(*inputs)
+            out = self._core(*inputs)
         normed = self.out_norm(out) * F.silu(gate.reshape(out.shape))
         result: tuple[Tensor, Tensor | None] = self.dense(normed.flatten(2))
         return result
 
     def _core(self, call: CallContext, channels: Tensor, beta: Tensor, rate: Tensor) -> Tensor:
-        earlier = F.pad(channels, (0, 0, 0, 0, self.convolution.shape[1] - 1, 0))
-        return self._states(call, earlier, beta, rate, None)[0]
-
-    def _cached(self, call: CallContext, channels: Tensor, beta: Tensor, rate: Tensor) -> Tensor:
-        """Continue with the state and the last channels of earlier tokens, and store the new ones."""
-        assert call.cache is not None, "called with a cache"
+        """Return the outputs; with a cache, continue from what it has of earlier tokens."""
+        cache = call.cache
         before = self.convolution.shape[1] - 1
-        state, tail = call.cache.states.get(self.layer, (None, None))
-        if tail is None:
-            tail = channels.new_zeros(channels.shape[1], before, channels.shape[2])
+        state = None
+        tail = channels.new_zeros(channels.shape[1], before, channels.shape[2])
+        if cache is not None:
+            state, tail = cache.states.get(self.layer, (None, tail))
         earlier = torch.cat((tail.transpose(0, 1), channels))
         out, state = self._states(call, earlier, beta, rate, state)
-        ends = torch.full((channels.shape[1],), len(channels), device=channels.device)
-        if call.padding is not None:
-            ends = call.padding.logical_not().sum(1)
-        rows = ends + torch.arange(before, device=ends.device).unsqueeze(1)  # [w - 1, b]
-        tail = earlier[rows, torch.arange(len(ends), device=ends.device)].transpose(0, 1)
-        call.cache.states[self.layer] = state, tail
+        if cache is not None:
+            ends = torch.full((channels.shape[1],), len(channels), device=channels.device)
+            if call.padding is not None:
+                ends = call.padding.logical_not().sum(1)
+            rows = ends + torch.arange(before, device=ends.device).unsqueeze(1)  # [w - 1, b]
+            tail = earlier[rows, torch.arange(len(ends), device=ends.device)].transpose(0, 1)
+            cache.states[self.layer] = state, tail
         return out
 
     def _states(

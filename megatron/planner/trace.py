@@ -58,19 +58,9 @@ _COUNTS = {"data": "reset_position_ids", "optimizer": "qk_clip"}
 """Settings in the other sections that a trace does depend on."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SOURCES = (
-    "config",
-    "layers",
-    "model",
-    "kernels",
-    "parallel",
-    "data/sampler.py",
-    "engine/gradients.py",
-    "engine/optimizer.py",
-    "planner/recorder.py",
-    "planner/tensors.py",
-    "planner/events.py",
-    "planner/trace.py",
-)
+    "config layers model kernels parallel data/sampler.py engine/gradients.py engine/optimizer.py "
+    "planner/recorder.py planner/tensors.py planner/events.py planner/trace.py"
+).split()
 GPT2_VOCABULARY = 50257
 """Vocabulary size assumed if the actual size depends on the tokenizer's files."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron.config.option import pairs
 from megatron.errors import CheckpointError
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -43,17 +44,15 @@ _EXACT = {
 }
 # Names of a layer's modules in Megatron core, where TransformerEngine fuses the norms into linear
 # layers; the last one is Megatron's older name.
-_CORE = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
-    "pre_mlp_layernorm.": "post_attention_layernorm.",
-    "self_attention.linear_qkv.": "self_attention.query_key_value.",
-    "self_attention.linear_proj.": "self_attention.dense.",
-    "mlp.linear_fc1.": "mlp.dense_h_to_4h.",
-    "mlp.activation_func.": "mlp.activation.",
-    "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
-    "attention.": "self_attention.",
-}
+_CORE = pairs(
+    "self_attention.linear_qkv.layer_norm_=input_layernorm. "
+    "mlp.linear_fc1.layer_norm_=post_attention_layernorm. "
+    "pre_mlp_layernorm.=post_attention_layernorm. "
+    "self_attention.linear_qkv.=self_attention.query_key_value. "
+    "self_attention.linear_proj.=self_attention.dense. mlp.linear_fc1.=mlp.dense_h_to_4h. "
+    "mlp.activation_func.=mlp.activation. mlp.linear_fc2.=mlp.dense_4h_to_h. "
+    "attention.=self_attention."
+)
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:

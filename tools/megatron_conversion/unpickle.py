@@ -21,34 +21,19 @@ from megatron.untrusted import open_regular
 from megatron.untrusted_pickle import check_torch_file
 
 PLAIN = (
-    "argparse.Namespace",
-    "types.SimpleNamespace",
-    "signal.Signals",
-    "datetime.timedelta",
-    "pathlib.PosixPath",
-    "pathlib.PurePosixPath",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "numpy.core.multiarray.",
-    "numpy._core.multiarray.",
-    "deepspeed.",
-    "megatron.",
-)
+    "argparse.Namespace types.SimpleNamespace signal.Signals datetime.timedelta pathlib.PosixPath "
+    "pathlib.PurePosixPath numpy.ndarray numpy.dtype numpy.core.multiarray. "
+    "numpy._core.multiarray. deepspeed. megatron."
+).split()
 """Classes whose objects are read as Records: full names, or prefixes that end in a dot."""
 
 _LEGACY = (
-    "argparse.Namespace",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-    "megatron.model.enums.AttnMaskType",
-    "megatron.model.enums.ModelType",
-    "megatron.core.enums.ModelType",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "numpy.core.multiarray._reconstruct",
-)
+    "argparse.Namespace deepspeed.runtime.fp16.loss_scaler.LossScaler "
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler "
+    "deepspeed.runtime.zero.config.ZeroStageEnum deepspeed.utils.tensor_fragment.fragment_address "
+    "megatron.model.enums.AttnMaskType megatron.model.enums.ModelType "
+    "megatron.core.enums.ModelType numpy.ndarray numpy.dtype numpy.core.multiarray._reconstruct"
+).split()
 """Classes allowed in files from before torch 1.6, whose classes cannot be listed before loading."""
 
 

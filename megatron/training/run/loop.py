@@ -162,10 +162,11 @@ def report(run: Run) -> None:
     finish_step(run)  # does not wait: `reduce` has already waited for the device
     elapsed_s = run.watch.lap()
     measured: dict[str, Any] = {}
+    scalars: dict[str, float] = {}
     for callback in run.callbacks:
-        fields = dict(callback.figures(run))
-        scalars = {**measured.get("scalars", {}), **fields.pop("scalars", {})}  # type: ignore[dict-item]
-        measured |= fields | ({"scalars": scalars} if scalars else {})
+        measured |= callback.figures(run)
+        scalars |= measured.pop("scalars", {})
+    measured["scalars"] = scalars or None
     figures = run.interval.report(losses, run.total_iterations, elapsed_s, memory, **measured)
     run.reporter.publish(figures)
     for callback in run.callbacks:
