@@ -279,6 +279,21 @@ def adapters_of(name: str, shapes: Shapes) -> list[str]:
     return [module + end for end in ADAPTERS if module + end in shapes and module != name]
 
 
+def _merged(
+    model: ModelConfig, parameters: Parameters, name: str, adapters: dict[str, torch.Tensor]
+) -> torch.Tensor | None:
+    """Return a full parameter with its adapter, whose factors are added to `adapters`."""
+    tensor = parameters.full(name)
+    factors = {n: parameters.full(n) for n in adapters_of(name, parameters.shapes)}
+    if tensor is None or not factors:
+        return tensor
+    adapters.update((n, x) for n, x in factors.items() if x is not None)
+    a, b = (adapters[n].float() for n in factors)
+    adapter = model.adapter(name.removesuffix(".weight"))
+    assert adapter is not None, "it has factors"
+    return tensor.float() + adapter[1] * (b @ a)
+
+
 def _peft_files(
     family: Family, config: Config, adapters: Mapping[str, torch.Tensor]
 ) -> dict[str, bytes]:
@@ -454,20 +469,9 @@ def write_model(
 
     adapters: dict[str, torch.Tensor] = {}
 
-    def merged(name: str) -> torch.Tensor | None:
-        tensor = parameters.full(name)
-        factors = {n: parameters.full(n) for n in adapters_of(name, parameters.shapes)}
-        if tensor is None or not factors:
-            return tensor
-        adapters.update((n, x) for n, x in factors.items() if x is not None)
-        a, b = (adapters[n].float() for n in factors)
-        adapter = config.model.adapter(name.removesuffix(".weight"))
-        assert adapter is not None, "it has factors"
-        return tensor.float() + adapter[1] * (b @ a)
-
     def values(file: _OutputFile) -> Iterator[torch.Tensor | None]:
         for name in file.parameters:
-            tensor = merged(name)
+            tensor = _merged(config.model, parameters, name, adapters)
             if tensor is not None and config.model.use_mup:
                 tensor = take_up(config.model, name, tensor)
             yield tensor

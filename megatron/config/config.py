@@ -401,15 +401,18 @@ def _latent_attention(s: Settings) -> None:
         written = all_options()["kv_channels"].written(v["kv_channels"])
         s.notices.append(f"{written} has no effect: --qk-head-dim sets the size of a head")
     s.derive("kv_channels", width, origin)
-    of_yarn = ("rope_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
-    for name in of_yarn:
-        if v["rope_scaling"] is None and s.origins.get(name, "").startswith("command line"):
-            written = all_options()[name].written(v[name])
-            s.notices.append(f"{written} means --rope-scaling yarn with --multi-latent-attention")
+    for name in ("rope_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"):
+        option = all_options()[name]
+        # a stored model has all settings, also those without an effect
+        stored = s.origins.get(name, "").startswith(("argument", "checkpoint"))
+        usual = v[name] == option.default and (stored or name not in s.explicit)
+        if v["rope_scaling"] is None and not usual:
+            flag = option.written(v[name])
+            s.notices.append(f"{flag} means --rope-scaling yarn with --multi-latent-attention")
             s.fill("rope_scaling", "yarn", origin)
-    for name, usual in (("rope_scaling_factor", 1.0), ("rope_original_positions", 4096)):
+    for name, value in (("rope_scaling_factor", 1.0), ("rope_original_positions", 4096)):
         if v["rope_scaling"] == "yarn" and name not in s.explicit:
-            s.derive(name, usual, origin)
+            s.derive(name, value, origin)
     if v["rope_scaling"] == "yarn" and v["yarn_mscale_all_dim"]:
         scale = 0.1 * v["yarn_mscale_all_dim"] * math.log(v["rope_scaling_factor"]) + 1.0
         s.fill("softmax_scale", scale**2 / math.sqrt(width), origin)

@@ -51,8 +51,11 @@ def parse_blend(words: Sequence[str], *, named: bool = False) -> list[BlendPart]
     [('web', 'data/web'), ('code', 'data/b')]
     """
     pairs = len(words) > 1 and not (named and "=" in words[0])
+    usage = (
+        "give one PREFIX, or pairs WEIGHT PREFIX WEIGHT PREFIX ..., or names for all: NAME=PREFIX"
+    )
     if len(words) % 2 and pairs:
-        raise ValueError("give one PREFIX, or pairs WEIGHT PREFIX WEIGHT PREFIX ...")
+        raise ValueError(usage)
     parts = []
     for weight, word in (
         zip(words[::2], words[1::2], strict=True) if pairs else ((1, w) for w in words)
@@ -66,12 +69,7 @@ def parse_blend(words: Sequence[str], *, named: bool = False) -> list[BlendPart]
         try:
             part = BlendPart(float(weight), prefix, name or "", float(start or 0), float(end or 1))
         except ValueError:
-            raise ValueError(
-                "give one PREFIX, or pairs WEIGHT PREFIX WEIGHT PREFIX ..., or names for all: "
-                "NAME=PREFIX"
-            ) from None
-        if not 0 <= part.weight < float("inf"):
-            raise ValueError("weights must be at least 0 and not all 0")
+            raise ValueError(usage) from None
         if not part.start < part.end <= 1:
             raise ValueError(f"{word!r}: a part is START:END with 0 <= START < END <= 1")
         if name is not None and not (prefix and re.fullmatch(r"[\w.-]+", name)):
@@ -82,11 +80,12 @@ def parse_blend(words: Sequence[str], *, named: bool = False) -> list[BlendPart]
         unnamed = parts[names.index("")].prefix
         raise ValueError(f"{unnamed!r} has no NAME=: name all corpora, or none")
     for name in names:
-        if not any(part.weight for part in parts if part.corpus == name):
+        weights = [part.weight for part in parts if part.corpus == name]
+        if not any(weights) or not all(0 <= weight < float("inf") for weight in weights):
             raise ValueError("weights must be at least 0 and not all 0")
-        if name and not pairs and names.count(name) > 1:
+        if name and not pairs and len(weights) > 1:
             raise ValueError(
-                f"{name!r} is the name of {names.count(name)} corpora: choose others, or give "
+                f"{name!r} is the name of {len(weights)} corpora: choose others, or give "
                 "pairs WEIGHT NAME=PREFIX for a blend"
             )
     return parts

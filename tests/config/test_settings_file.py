@@ -271,6 +271,14 @@ def test_a_resolved_file_on_other_processes(tmp_path):
     assert reread.model.ffn_hidden_size == 512
 
 
+def test_a_resolved_file_of_latent_attention(tmp_path):
+    """YaRN, which a flag of latent attention implies, is implied by the file, too."""
+    flags = "--multi-latent-attention --position-embedding-type rope --rope-scaling-factor 40"
+    first = parse_args([*TINY.split(), *flags.split()])
+    assert first.model.rope_scaling == "yarn"
+    assert parse_args(["--config", stored(tmp_path, render_settings(first))]).model == first.model
+
+
 def test_a_resolved_file_without_the_machine_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_CLUSTER", "frontier")
     path = stored(tmp_path, render_settings(parse_args([*TINY.split(), "--cluster", "none"])))

@@ -46,11 +46,24 @@ from megatron_preparation.sources import Block, InputFile, InputPosition, find_s
 JOURNAL_INTERVAL_S = 15.0
 ON_BAD_INPUT = ("fail", "skip")
 COUNTS = (
-    "documents tokens empty_documents bad_documents input_bytes file_bytes largest_id"
-).split()
+    "documents",
+    "tokens",
+    "empty_documents",
+    "bad_documents",
+    "input_bytes",
+    "file_bytes",
+    "largest_id",
+)
 FORMAT = 1
 _TOKENIZER_FILES = ("vocab_file", "merge_file", "tokenizer_model")
-_HASHED_IN_FOLDERS = ("tokenizer* vocab* merges* special_tokens* added_tokens* *.model").split()
+_HASHED_IN_FOLDERS = (
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "special_tokens*",
+    "added_tokens*",
+    "*.model",
+)
 _MOST_BYTES = 1 << 28  # of a journal: an entry for each of a million input files
 _SHOWN_DIFFERENCES = 5
 _ABSENT = "not given"

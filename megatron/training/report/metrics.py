@@ -57,8 +57,7 @@ class FlopRates:
 
     def at(self, length: int | None) -> FlopRates:
         """Return the figures for sequences of this length; None: those of the run."""
-        same = length in (None, self.seq_length) or self.shorter is None
-        return self if same else self.shorter(length)  # type: ignore[misc, arg-type]
+        return self if self.shorter is None else self.shorter(length or self.seq_length)
 
 
 def rates(config: Config, topology: Topology, length: int | None = None) -> FlopRates:

@@ -79,18 +79,17 @@ def format_iteration(report: Iteration) -> str:
     return " " + " | ".join(fields) + " |"
 
 
-def format_validation(
-    prefix: str,
-    loss: float,
-    ema_loss: float | None = None,
-    name: str = "lm loss",
-    components: Mapping[str, float] | None = None,
-) -> str:
-    """Return the validation line between dashed lines; `prefix` names the iteration and data."""
-    line = f" validation loss at {prefix} | {name} value: {loss:.6E} | "
-    line += f"lm loss PPL: {perplexity(loss):.6E} | " if name == "lm loss" else ""
-    line += "".join(f"{other}: {value:.6E} | " for other, value in (components or {}).items())
-    line += "" if ema_loss is None else f"{name} of averaged weights: {ema_loss:.6E} | "
+def format_validation(event: Validation) -> str:
+    """Return the validation line between dashed lines."""
+    name = event.loss_name
+    figures = {f"{name} value": event.lm_loss}
+    if name == "lm loss":
+        figures["lm loss PPL"] = perplexity(event.lm_loss)
+    figures |= event.components or {}
+    if event.ema_loss is not None:
+        figures[f"{name} of averaged weights"] = event.ema_loss
+    line = f" validation loss at {event.where} | "
+    line += "".join(f"{name}: {value:.6E} | " for name, value in figures.items())
     dashes = "-" * (len(line) + 1)
     return f"{dashes}\n{line}\n{dashes}"
 
@@ -287,8 +286,7 @@ class LogLines(Callback):
             case Iteration():
                 self._iteration(event)
             case Validation():
-                named = event.loss_name, event.components
-                self._say(format_validation(event.where, event.lm_loss, event.ema_loss, *named))
+                self._say(format_validation(event))
             case TaskEvaluated():
                 self._say(f" iteration {event.iteration}, task {event}")
             case ComputeTimes():

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from megatron.training.report.events import Iteration
+from megatron.training.report.events import Iteration, Validation
 from megatron.training.report.reporter import format_iteration, format_timers, format_validation
 
 REAL_LINE = (
@@ -77,7 +77,17 @@ def test_all_fields_and_their_order():
 
 @pytest.mark.parametrize("loss", [2.5, 31.0])
 def test_validation_lines(loss):
-    above, line, below = format_validation("iteration 10", loss).split("\n")
+    event = Validation(
+        iteration=10,
+        consumed_samples=0,
+        consumed_tokens=0,
+        dataset="valid",
+        lm_loss=loss,
+        samples=1,
+        elapsed_s=1.0,
+        where="iteration 10",
+    )
+    above, line, below = format_validation(event).split("\n")
     match = re.fullmatch(
         r" validation loss at iteration 10 \| lm loss value: (\d\.\d{6}E[+-]\d\d) \| lm loss PPL: "
         r"(\d\.\d{6}E[+-]\d\d) \| ",
