@@ -105,7 +105,6 @@ def _fill_in_the_middle(config: Sections) -> Problems:
     if kind in (None, "NullTokenizer"):
         yield f"--fim-rate {data.fim_rate} needs the text of tokens: use a --tokenizer-type with text"
     for wrong, other in (
-        (data.mock_data, "--mock-data, which has no text"),
         (data.data_packing != "concat", f"--data-packing {data.data_packing}"),
         (data.loss_mask in ("required", "optional"), f"--loss-mask {data.loss_mask}"),
     ):

@@ -30,13 +30,10 @@ def _positions(config: Sections) -> Problems:
 @check("position_embedding_type", "mtp_num_layers")
 def _later_tokens(config: Sections) -> Problems:
     model = config.model
-    learned = model.position_embedding_type == "learned_absolute"
-    if model.mtp_num_layers and (learned or model.embedding_layernorm):
-        other = "position_embedding_type" if learned else "embedding_layernorm"
+    if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
         yield (
             f"--mtp-num-layers {model.mtp_num_layers} embeds tokens on the last stage, which does "
-            f"not have what {all_options()[other].written(config.get(other))} adds to them: use "
-            "--position-embedding-type rope, and no --embedding-layernorm"
+            "not have the positions of --position-embedding-type learned_absolute: use rope"
         )
     factor = all_options()["mtp_loss_scaling_factor"]
     if not model.mtp_num_layers and model.mtp_loss_scaling_factor != factor.default:
@@ -66,22 +63,10 @@ def _latent_attention(config: Sections) -> Problems:
     if not model.multi_latent_attention:
         return
     heads = model.num_attention_heads
-    others = (
-        (
-            "num_key_value_heads",
-            heads,
-            f"each of --num-attention-heads {heads} has a key and a value",
-        ),
-        ("attention_output_gate", False, "it has no gate"),
-        ("qk_l2_norm", False, "its latents have the norms of --qk-layernorm"),
+    for name, value, why in (
+        ("num_key_value_heads", heads, f"each of --num-attention-heads {heads} has one"),
         ("qk_layernorm_over", "head", "its norms are those of the latents"),
-        ("add_qkv_bias", False, "its projections have no biases"),
-        ("attention_bias", None, "its projections have no biases"),
-        ("clip_qkv", None, "its queries, keys and values are not clipped"),
-        ("qk_clip", False, "a key of all heads cannot be scaled for one"),
-        ("use_mup", False, "muP has no rules for its latents"),
-    )
-    for name, value, why in others:
+    ):
         if config.get(name) != value:
             written = all_options()[name].written(config.get(name))
             yield f"--multi-latent-attention and {written} contradict each other: {why}"
@@ -111,16 +96,6 @@ def _rope_scaling(config: Sections) -> Problems:
             f"--rope-original-positions {positions} needs --rope-scaling dynamic, llama3 or yarn: linear "
             "scaling divides all angles by --rope-scaling-factor"
         )
-
-
-@check("lora_rank")
-def _adapters(config: Sections) -> Problems:
-    for with_it, why in (
-        (config.model.use_mup and "--use-mup", "muP has no rates for adapters"),
-        (config.optimizer.qk_clip and "--qk-clip", "it would scale weights that are frozen"),
-    ):
-        if with_it:
-            yield f"--lora-rank and {with_it} contradict each other: {why}; leave one of them out"
 
 
 @check("norm_position")
@@ -230,19 +205,18 @@ def _expert_widths(config: Sections) -> Problems:
         yield "shared experts have no biases: add --disable-bias-linear"
 
 
-@check("use_mup", "context_parallel_size")
+@check("context_parallel_size")
 def _linear_attention(config: Sections) -> Problems:
     variant = config.model.experimental_attention_variant
     if variant is None:
         return
     yield from multiple(config, "linear_num_value_heads", "linear_num_key_heads")
     yield from multiple(config, "linear_num_key_heads", "tensor_model_parallel_size")
-    for name, absent in (("context_parallel_size", 1), ("use_mup", False), ("qk_clip", False)):
-        if config.get(name) != absent:
-            yield (
-                f"--experimental-attention-variant {variant} and {all_options()[name].flag} cannot "
-                "be combined: leave one of them out"
-            )
+    if (size := config.get("context_parallel_size")) != 1:
+        yield (
+            f"--experimental-attention-variant {variant} and --context-parallel-size {size} cannot "
+            "be combined: leave one of them out"
+        )
 
 
 @check()
@@ -254,8 +228,6 @@ def _activations(config: Sections) -> Problems:
             "--activation-func-clamp-value and --glu-linear-offset need a gated unit, such as "
             f"--swiglu or --quick-geglu: the activation is {model.activation}"
         )
-    if model.xielu and model.num_experts is not None:
-        yield "--xielu and --num-experts cannot be combined: choose another activation"
 
 
 @check("ffn_hidden_size")

@@ -236,16 +236,6 @@ def _newton_schulz(config: Sections) -> Problems:
         )
 
 
-@check("qk_clip", "qk_layernorm")
-def _qk_clip(config: Sections) -> Problems:
-    for name in ("qk_layernorm", "qk_l2_norm"):
-        if config.optimizer.qk_clip and config.get(name):
-            yield (
-                "--qk-clip scales the weights of queries and keys, which has no effect with "
-                f"{all_options()[name].flag}: use one of them"
-            )
-
-
 @check("norm_implementation")
 def _norms(config: Sections) -> Problems:
     if config.kernels.norm_implementation == "fused" and not config.kernels.persist_layer_norm:
@@ -316,7 +306,6 @@ def _captured_passes(config: Sections) -> Problems:
             f"with dropout {masks}",
             "--hidden-dropout 0.0",
         ),
-        (model.mtp_num_layers, "mtp_num_layers", "the output of a graph is one loss", ""),
         (packed, "data_packing", documents, "--data-packing concat"),
         (
             config.data.reset_attention_mask and not packed,

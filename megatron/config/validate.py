@@ -40,6 +40,26 @@ EXCLUSIVE = [
         *(f"lr_schedule lr_wsd_decay_{unit}" for unit in ("iters", "samples")),
     )
 ]
+# Settings that cannot be combined, and why.
+CONFLICTS = """
+    lora_rank use_mup: muP has no rates for adapters
+    lora_rank qk_clip: it would scale weights that are frozen
+    qk_clip qk_layernorm: it scales weights, which has no effect before the norm
+    qk_clip qk_l2_norm: it scales weights, which has no effect before the norm
+    multi_latent_attention attention_output_gate: it has no gate
+    multi_latent_attention qk_l2_norm: its latents have the norms of --qk-layernorm
+    multi_latent_attention add_qkv_bias: its projections have no biases
+    multi_latent_attention attention_bias: its projections have no biases
+    multi_latent_attention clip_qkv: its queries, keys and values are not clipped
+    multi_latent_attention qk_clip: a key of all heads cannot be scaled for one
+    multi_latent_attention use_mup: muP has no rules for its latents
+    experimental_attention_variant use_mup: muP has no rules for linear attention
+    experimental_attention_variant qk_clip: linear attention has no logits
+    mtp_num_layers embedding_layernorm: the last stage, which embeds tokens too, has no such norm
+    mtp_num_layers cuda_graph_impl: the output of a graph is one loss
+    fim_rate mock_data: these have no text
+    xielu num_experts: experts have no parameters of xIELU
+"""
 # Pairs of settings of which the first must not be greater than the second.
 ASCENDING = (
     ("min_lr", "lr"),
@@ -151,6 +171,12 @@ def validate(settings: Settings) -> None:
         chosen = [name for name in group if values[name]]
         if len(chosen) > 1 and bad.isdisjoint(chosen):
             add(f"{' and '.join(map(written, chosen))} contradict each other: choose one")
+    for line in CONFLICTS.strip().splitlines():
+        group, _, why = line.partition(": ")
+        chosen = [name for name in group.split() if values[name]]
+        if len(chosen) > 1 and bad.isdisjoint(chosen):
+            both = " and ".join(map(written, chosen))
+            add(f"{both} contradict each other: {why}; leave one of them out")
     for low, high in ASCENDING:
         derived = settings.explicit.keys().isdisjoint((low, high))  # their sources are compared
         if settings.usable(low, high) and values[low] > values[high] and not derived:
