@@ -12,34 +12,38 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_PLACES = {
-    "megatron.config": "Config parse_args",
-    "megatron.config.pieces": "Pieces",
-    "megatron.errors": "CheckpointError ConfigError DataError LaunchError MegatronError",
-    "megatron.parallel.launch": "Launch detect_launch select_device",
-    "megatron.parallel.rendezvous": "Rendezvous connect",
-    "megatron.parallel.layout": "Layout",
-    "megatron.parallel.topology": "Group Topology",
-    "megatron.parallel.deferred_gradients": "WeightGradients",
-    "megatron.parallel.sharding": "Sharding",
-    "megatron.data.sampler": "MicroBatch Separation make_micro_batch",
-    "megatron.data.datasets": "Reading build_datasets",
-    "megatron.data.tokenizer": "build_tokenizer",
-    "megatron.model.gpt": "GPTChunk build_chunks",
-    "megatron.model.stages": "assign_layers",
-    "megatron.model.formulas": "model_flops_per_token total_parameters",
-    "megatron.pipeline.orders": "Instruction Op",
-    "megatron.pipeline.schedule": "build_schedule",
-    "megatron.pipeline.executor": "Executor",
-    "megatron.engine.engine": "Engine build_executor",
-    "megatron.training.run.load_model": "Trained load_model",
-    "megatron.training.run.generate": "Continuation Limits Sampling generate",
-    "megatron.training.run.schedules": "Schedules",
-    "megatron.program": "main pretrain",
-    "megatron.protocols": "Callback",
-    "megatron.training.run.host": "tune_allocator",
+_PLACES = """
+    config Config parse_args
+    config.pieces Pieces
+    errors CheckpointError ConfigError DataError LaunchError MegatronError
+    parallel.launch Launch detect_launch select_device
+    parallel.rendezvous Rendezvous connect
+    parallel.layout Layout
+    parallel.topology Group Topology
+    parallel.deferred_gradients WeightGradients
+    parallel.sharding Sharding
+    data.sampler MicroBatch Separation make_micro_batch
+    data.datasets Reading build_datasets
+    data.tokenizer build_tokenizer
+    model.gpt GPTChunk build_chunks
+    model.stages assign_layers
+    model.formulas model_flops_per_token total_parameters
+    pipeline.orders Instruction Op
+    pipeline.schedule build_schedule
+    pipeline.executor Executor
+    engine.engine Engine build_executor
+    training.run.load_model Trained load_model
+    training.run.generate Continuation Limits Sampling generate
+    training.run.schedules Schedules
+    program main pretrain
+    protocols Callback
+    training.run.host tune_allocator
+"""
+_MODULE_OF = {
+    name: f"megatron.{module}"
+    for module, *names in map(str.split, _PLACES.strip().splitlines())
+    for name in names
 }
-_MODULE_OF = {name: module for module, names in _PLACES.items() for name in names.split()}
 
 __all__ = ["__version__", *_MODULE_OF]
 

@@ -55,7 +55,7 @@ _ADDITIONS = frozenset(
 )
 # Settings beyond the architecture that --use-checkpoint-args takes, as in Megatron-LM.
 _INHERITED = (
-    *("seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout"),
+    *"seq_length max_position_embeddings attention_dropout hidden_dropout".split(),
     *_LORA,
 )
 

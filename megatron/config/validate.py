@@ -11,6 +11,7 @@ from typing import Any
 from megatron.config import io_checks, model_checks, parallel_checks, training_checks
 from megatron.config.io import is_same_folder
 from megatron.config.model import ACTIVATIONS
+from megatron.config.option import pairs
 from megatron.config.settings import Check, Settings, all_options
 from megatron.config.training_checks import piece_problems
 
@@ -61,13 +62,9 @@ CONFLICTS = """
     xielu num_experts: experts have no parameters of xIELU
 """
 # Pairs of settings of which the first must not be greater than the second.
-ASCENDING = (
-    ("min_lr", "lr"),
-    ("lr_warmup_init", "lr"),
-    ("decoupled_min_lr", "decoupled_lr"),
-    ("yarn_beta_slow", "yarn_beta_fast"),
-    ("min_loss_scale", "initial_loss_scale"),
-    ("start_weight_decay", "end_weight_decay"),
+ASCENDING = pairs(
+    "min_lr=lr lr_warmup_init=lr decoupled_min_lr=decoupled_lr yarn_beta_slow=yarn_beta_fast "
+    "min_loss_scale=initial_loss_scale start_weight_decay=end_weight_decay"
 )
 # Each line has a setting that must be set or have a given value, and settings that need it unless
 # they have their defaults.
@@ -172,12 +169,12 @@ def validate(settings: Settings) -> None:
         if len(chosen) > 1 and bad.isdisjoint(chosen):
             add(f"{' and '.join(map(written, chosen))} contradict each other: choose one")
     for line in CONFLICTS.strip().splitlines():
-        group, _, why = line.partition(": ")
-        chosen = [name for name in group.split() if values[name]]
+        pair, _, why = line.partition(": ")
+        chosen = [name for name in pair.split() if values[name]]
         if len(chosen) > 1 and bad.isdisjoint(chosen):
             both = " and ".join(map(written, chosen))
             add(f"{both} contradict each other: {why}; leave one of them out")
-    for low, high in ASCENDING:
+    for low, high in ASCENDING.items():
         derived = settings.explicit.keys().isdisjoint((low, high))  # their sources are compared
         if settings.usable(low, high) and values[low] > values[high] and not derived:
             add(f"{written(low)} is greater than {written(high)}")

@@ -785,16 +785,15 @@ def build_executor(
             engine.wait_for_weights,
         )
     shape, dtype = message
-    if config.training.curriculum_learning:
 
-        def shape_of(batch: Any) -> tuple[int, ...]:
-            return batch.tokens.shape[-1] // config.parallel.sequence_ranks, *shape[1:]
+    def shape_of(batch: Any) -> tuple[int, ...]:
+        return batch.tokens.shape[-1] // config.parallel.sequence_ranks, *shape[1:]
 
     return Executor(
         topology,
         stages,
         config.schedule,
-        (shape_of, dtype) if config.training.curriculum_learning else message,
+        (shape_of if config.training.curriculum_learning else shape, dtype),
         some.context.weight_gradients,
         before_training=engine.begin,
         after_backward=engine.pass_ends,

@@ -17,6 +17,7 @@ from megatron.kernels.ops import elementwise
 from megatron.layers.attention import SelfAttention
 from megatron.layers.context import CallContext, LayerContext, weight_fills
 from megatron.layers.gated_delta_net import GatedDeltaNet
+from megatron.layers.latent_attention import LatentAttention
 from megatron.layers.linear import RecomputeInput, one_token
 from megatron.layers.mlp import MLP
 from megatron.layers.norm import Norm, norm_of
@@ -97,8 +98,6 @@ class TransformerLayer(nn.Module):
         if model.layer_kind(index).experimental_attention_variant is not None:
             attention = GatedDeltaNet
         elif model.multi_latent_attention:
-            from megatron.layers.latent_attention import LatentAttention  # not needed by others
-
             attention = LatentAttention
         self.self_attention = attention(
             context,

@@ -23,25 +23,25 @@ from megatron.config.parallel import RecomputeConfig
 _TERA = 1e12
 
 # Dense peak of the matrix units in fp32, fp16 and bf16, TFLOP/s, from the vendors' data sheets, by
-# part of the device name; the first match counts. Devices are counted as in torch: each of the two
-# dies of an MI250X or MI250 is one.
-_PEAKS = (
-    ("MI355X", 157.3, 2516.6, 2516.6),
-    ("MI350X", 144.2, 2306.9, 2306.9),
-    ("MI325X", 163.4, 1307.4, 1307.4),
-    ("MI300X", 163.4, 1307.4, 1307.4),
-    ("MI300A", 122.6, 980.6, 980.6),
-    ("MI250X", 47.9, 191.5, 191.5),
-    ("MI250", 45.3, 181.0, 181.0),
-    ("MI210", 45.3, 181.0, 181.0),
-    ("MI100", 46.1, 184.6, 92.3),
-    ("H100 PCIe", 51.2, 756.0, 756.0),
-    ("H100 NVL", 60.0, 835.0, 835.0),
-    ("H100", 66.9, 989.4, 989.4),
-    ("H200", 66.9, 989.4, 989.4),
-    ("A100", 19.5, 312.0, 312.0),
-    ("V100", 15.7, 125.0, None),
-)
+# part of the device name; the first match counts. 0: none in this dtype. Devices are counted as in
+# torch: each of the two dies of an MI250X or MI250 is one.
+_PEAKS = """
+    MI355X     157.3  2516.6  2516.6
+    MI350X     144.2  2306.9  2306.9
+    MI325X     163.4  1307.4  1307.4
+    MI300X     163.4  1307.4  1307.4
+    MI300A     122.6   980.6   980.6
+    MI250X      47.9   191.5   191.5
+    MI250       45.3   181.0   181.0
+    MI210       45.3   181.0   181.0
+    MI100       46.1   184.6    92.3
+    H100 PCIe   51.2   756.0   756.0
+    H100 NVL    60.0   835.0   835.0
+    H100        66.9   989.4   989.4
+    H200        66.9   989.4   989.4
+    A100        19.5   312.0   312.0
+    V100        15.7   125.0       0
+"""
 
 
 def layer_matrices(model: ModelConfig, layer: int = 0, active: bool = False) -> int:
@@ -309,9 +309,10 @@ def peak_tflops(device_name: str, dtype_name: str) -> float | None:
     >>> peak_tflops("AMD Instinct MI250X", "bfloat16")
     191.5
     """
-    name = device_name.lower()
-    peaks = next((row for row in _PEAKS if row[0].lower() in name), (None,) * 4)
-    return dict(zip(("float32", "float16", "bfloat16"), peaks[1:], strict=True)).get(dtype_name)
+    rows = (row.rsplit(maxsplit=3) for row in _PEAKS.strip().splitlines())
+    peaks = next((p for name, *p in rows if name.strip().lower() in device_name.lower()), "000")
+    by_dtype = dict(zip(("float32", "float16", "bfloat16"), map(float, peaks), strict=True))
+    return by_dtype.get(dtype_name) or None
 
 
 def device_unit(device_name: str) -> str:
