@@ -229,15 +229,17 @@ def parse_curriculum(entries: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     ... )
     ((1, 8), (2, 16), (4, 24))
     """
-    rest = {"curriculum_type": "seqlen", **entries}
-    if rest.pop("curriculum_type") != "seqlen":
+    if entries.get("curriculum_type", "seqlen") != "seqlen":
         raise ValueError("curriculum_type must be seqlen: only sequence lengths can grow")
-    schedule = rest.pop("schedule_type", None)
-    if schedule not in _CURRICULA:
-        kinds = ", ".join(_CURRICULA)
-        raise ValueError(f"needs min_difficulty, max_difficulty and a schedule_type of {kinds}")
-    values: dict[str, Any] = {**rest, **(rest.pop("schedule_config", None) or {})}
-    for name in ("enabled", "schedule_config"):
+    schedule = str(entries.get("schedule_type"))
+    inner = entries.get("schedule_config") or {}
+    if schedule not in _CURRICULA or not isinstance(inner, Mapping):
+        raise ValueError(
+            f"needs min_difficulty, max_difficulty, a schedule_type of {', '.join(_CURRICULA)}, and "
+            "an object schedule_config"
+        )
+    values = {**entries, **inner}
+    for name in "enabled curriculum_type schedule_type schedule_config".split():
         values.pop(name, None)
     needed = f"min_difficulty max_difficulty {_CURRICULA[schedule]}".split()
     if values.keys() != set(needed):
@@ -273,12 +275,10 @@ def parse_curriculum(entries: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
 def _ramp(least: int, most: int, total: int, step: int, root: float) -> tuple[tuple[int, int], ...]:
     """Return the changes of a length that grows with a root of the iteration, in whole steps."""
     lowest = -(-least // step) * step
-    changes = [(1, lowest)]
+    changes = list[tuple[int, int]]()
     for iteration in range(1, total + 1):
         length = math.floor((iteration / total) ** (1 / root) * (most - least) + least)
         length = max(length // step * step, lowest)
-        if length != changes[-1][1]:
+        if not changes or length != changes[-1][1]:
             changes.append((iteration, length))
-    if len(changes) > 1 and changes[1][0] == 1:
-        del changes[0]
     return tuple(changes)
