@@ -221,7 +221,9 @@ def peak_of_a_step(layers, records):
     for p in chunks.parameters():
         p.gradient_accumulator = GradientAccumulator(p, torch.zeros(p.shape))
         p.register_post_accumulate_grad_hook(to_accumulator)
-    engine = types.SimpleNamespace(begin=None, pass_ends=None, wait_for_weights=lambda: None, first_trained={})
+    engine = types.SimpleNamespace(
+        begin=None, pass_ends=None, wait_for_weights=lambda: None, first_trained={}
+    )
     run = build_executor(config, topology, chunks, engine)
     batches = [make_micro_batch(torch.randint(256, (2, 65)).numpy())]
     for _ in range(WARM_UP):
