@@ -4,13 +4,15 @@ import contextlib
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import megatron
 from megatron.data.sampler import make_micro_batch
+from megatron.errors import CheckpointError
 from megatron.kernels.choose import NONE
 from megatron.model import gpt
 from megatron.training.run.generate import Sampling, generate
-from tests.helpers.hugging_face import CASES, hugging_face, tokens
+from tests.helpers.hugging_face import CASES, hugging_face, make, tensors, tokens
 
 PROMPTS = [[5, 1, 4], [7, 2, 9, 3, 3, 8, 1], [6]]
 NEW = 64
@@ -81,3 +83,17 @@ def test_logits_gradients_and_text_are_those_of_transformers(case, tmp_path, mon
     assert (logits - expected).abs().max() < tolerance * expected.abs().max()
     assert norms[0] == pytest.approx(norms[1], rel=tolerance)
     assert [text.ids for text in written] == texts
+
+
+def test_a_layer_for_later_tokens_is_named_and_any_other_refused(tmp_path):
+    """GLM-4.5 and DeepSeek-V3 have such layers after the last one; transformers leaves them out."""
+    folder = make("glm4_moe", tmp_path)
+    weights = tensors(folder)
+    path = folder / "model.safetensors"
+    last = CASES["glm4_moe"][1]["num_hidden_layers"]
+    save_file({**weights, f"model.layers.{last}.eh_proj.weight": torch.zeros(2)}, path)
+    with pytest.warns(UserWarning, match=f"{last}.eh_proj.weight"):
+        assert megatron.load_model(f"hf:{folder}").loaded.notes
+    save_file({**weights, f"model.layers.{last - 1}.eh_proj.weight": torch.zeros(2)}, path)
+    with pytest.raises(CheckpointError, match="eh_proj"):
+        megatron.load_model(f"hf:{folder}")

@@ -6,6 +6,7 @@ torch is imported only when a model is loaded.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -72,7 +73,8 @@ def load_model(
     settings     settings that override the checkpoint's, by their names in the configuration, such
                  as bf16=True (fp32 by default) or tokenizer_model="moved.model"; None: no change
 
-    Raises CheckpointError, ConfigError or DataError for invalid checkpoints, settings or tokenizer
+    Warns of tensors that transformers does not read, either; .loaded.notes lists them. Raises
+    CheckpointError, ConfigError or DataError for invalid checkpoints, settings or tokenizer
     files, and LaunchError if ranks have different settings or read different files.
     """
     import torch
@@ -113,8 +115,10 @@ def load_model(
         kind = AVERAGE if ema else MASTER
         loaded = load_weights(folder, chunks, topology, tag, allow_older=allow_older, kind=kind)
     else:
-        fill_shards(source, weights_to_load(chunks).items(), topology, config)
-        loaded = LoadedState(0, {}, False, source, (), ())
+        notes = fill_shards(source, weights_to_load(chunks).items(), topology, config)
+        for note in notes if topology.world.rank == 0 else ():
+            warnings.warn(f"{folder}: {note}", stacklevel=2)
+        loaded = LoadedState(0, {}, False, source, (), tuple(notes))
     return Trained(config, topology, tokenizer, chunks, loaded)
 
 
