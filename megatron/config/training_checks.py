@@ -236,6 +236,17 @@ def _newton_schulz(config: Sections) -> Problems:
         )
 
 
+@check("decoupled_lr")
+def _decoupled_rate(config: Sections) -> Problems:
+    names = "embedding.word_embeddings.weight", "output_layer.weight"
+    ends = names[: 1 + config.model.untie_embeddings_and_output_weights]
+    if config.optimizer.decouples and not any(map(config.model.trains, ends)):
+        yield (
+            "--decoupled-lr has no effect: --freeze or --lora-rank leaves neither the word embedding "
+            "nor the output layer to train; leave it out"
+        )
+
+
 @check("norm_implementation")
 def _norms(config: Sections) -> Problems:
     if config.kernels.norm_implementation == "fused" and not config.kernels.persist_layer_norm:

@@ -52,6 +52,7 @@ CASES = """
     => gated_delta_net | --context-parallel-size => --context-parallel-size -
 --experimental-attention-variant gated_delta_net --qk-clip => gated_delta_net | --qk-clip => --qk-clip -
 --activation-func-clamp-value 7 => --activation-func-clamp-value | gelu => --quick-geglu
+--decoupled-lr 0.1 --freeze embedding => --decoupled-lr | --freeze => --decoupled-lr -
 --xielu --num-experts 4 => --xielu | --num-experts => --xielu -
 --position-embedding-type rope --no-rope-freq 1 => --no-rope-freq 1 | --position-embedding => --no-rope-freq 2
 --num-experts 4 --moe-layer-freq [0]*8 => --moe-layer-freq 0,0 | --num-experts => --moe-layer-freq [0]*7+[1]
