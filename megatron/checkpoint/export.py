@@ -30,10 +30,11 @@ def export_problem(model: ModelConfig, pieces: Pieces) -> str:
 def family_of(model: ModelConfig, preferred: str | None = None) -> str:
     """Return the model_type that describes a model: the preferred one, or the first suitable one.
 
-    A family describes a model if its config.json, read back, gives the same model. Raises
-    ConfigError naming the settings in which the nearest family differs.
+    A family describes a model if its config.json, read back, gives the same model, apart from
+    layers of multi-token prediction, which transformers does not read. Raises ConfigError naming
+    the settings in which the nearest family differs.
     """
-    model = without_mup(model)
+    model = dataclasses.replace(without_mup(model), mtp_num_layers=0)
     sparse = model.num_experts is not None
     order = [kind for kind, family in FAMILIES.items() if family.experts == sparse]
     if preferred in order:

@@ -416,14 +416,17 @@ def fill_shards(
     def describe() -> tuple[str, TensorLocations, list[str], list[str]]:
         kind, hf_model = read_model(folder)
         check_architecture({"model": plain(hf_model)}, config, str(folder / CONFIG))
-        theirs = {
-            name: {}
-            if name.endswith(ADAPTERS)
-            else tensors_of(FAMILIES[kind], config.model, {name: shape})
-            for name, shape in stored_shapes(config).items()
-        }
-        expected = {n: shape for of_one in theirs.values() for n, shape in of_one.items()}
         patterns = config.checkpoint.load_missing
+        theirs: dict[str, Shapes] = {}
+        for name, shape in stored_shapes(config).items():
+            theirs[name] = {}
+            try:
+                if not name.endswith(ADAPTERS):
+                    theirs[name] = tensors_of(FAMILIES[kind], config.model, {name: shape})
+            except CheckpointError:  # the family has no such parameter
+                if not may_be_missing(name, patterns):
+                    raise
+        expected = {n: shape for of_one in theirs.values() for n, shape in of_one.items()}
         optional = {n for name in theirs if may_be_missing(name, patterns) for n in theirs[name]}
         constants = {n for n, shape in expected.items() if not shape}
         layers = config.model.num_layers

@@ -166,6 +166,8 @@ def lacking(model: ModelConfig) -> list[str]:
             "in some families with experts (glm4_moe is one) PEFT takes adapters of MLPs for those of "
             "experts: use the merged weights, or compare"
         )
+    if model.mtp_num_layers:
+        notes.append("layers of multi-token prediction are left out: transformers has none")
     if model.moe_router_force_load_balancing:
         notes.append(f"the weights are those of {EVEN_CHOICES}")
     if (factor := model.moe_eval_capacity_factor) is not None:
@@ -363,6 +365,15 @@ class _OutputFile:
     tensors: Mapping[str, int]
 
 
+def exported(model: ModelConfig, shapes: Shapes) -> list[str]:
+    """Return the parameters that have tensors in the format of Hugging Face.
+
+    Adapters are merged, and layers of multi-token prediction are left out.
+    """
+    later = tuple(f"layers.{model.num_layers + i}." for i in range(model.mtp_num_layers))
+    return [n for n in shapes if not n.endswith(ADAPTERS) and not n.startswith(later)]
+
+
 def _distribute(
     family: Family, model: ModelConfig, shapes: Shapes, dtype: torch.dtype
 ) -> list[_OutputFile]:
@@ -372,9 +383,8 @@ def _distribute(
     """
     groups: list[dict[str, Matrix]] = []
     filled = FILE_BYTES
-    for name, shape in shapes.items():
-        if name.endswith(ADAPTERS):
-            continue
+    for name in exported(model, shapes):
+        shape = shapes[name]
         size = math.prod(shape) * _stored_as(name, dtype).itemsize
         if not groups or filled + size > FILE_BYTES:
             groups.append({})

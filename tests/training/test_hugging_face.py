@@ -33,6 +33,7 @@ def test_train_on(source, tmp_path):
     trained = tmp_path / "trained"
     layout = "--tensor-model-parallel-size 2".split()
     words = ["--load", f"hf:{source}", *FLAGS, *layout, "--pipeline-model-parallel-size", "2"]
+    words += ["--mtp-num-layers", "1", "--load-missing", "layers.2"]  # which is not written
     for outcome in launch(4, [*words, "--train-iters", "2", "--save-hf", str(trained)]):
         assert outcome.code == 0, outcome
     before = tensors(source)

@@ -36,6 +36,7 @@ from megatron.checkpoint.huggingface_save import (
     Companions,
     Parameters,
     adapters_of,
+    exported,
     read_files,
     write_files,
     write_model,
@@ -46,7 +47,6 @@ from megatron.checkpoint.shards import Stored, incomplete, named, read_stored
 from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.checkpoint.tensors import KEPT, MASTER
 from megatron.config import Config
-from megatron.config.model import ADAPTERS
 from megatron.config.pieces import PLAIN
 from megatron.config.settings import all_options
 from megatron.errors import CheckpointError, ConfigError
@@ -356,8 +356,7 @@ def to_huggingface(
     shapes = outgoing.shapes
     order = [
         each
-        for name in shapes
-        if not name.endswith(ADAPTERS)
+        for name in exported(outgoing.config.model, shapes)
         for each in (name, *adapters_of(name, shapes))
     ]
     in_order = prefetched(map(outgoing.load, order)) if topology.world.size == 1 else None
