@@ -96,6 +96,16 @@ def _packing(config: Sections) -> Problems:
         )
 
 
+@check("goldfish_h", "seq_length")
+def _goldfish(config: Sections) -> Problems:
+    data, length = config.data, config.model.seq_length
+    if data.goldfish_loss and data.goldfish_h > length:
+        yield (
+            f"--goldfish-h {data.goldfish_h} is more than --seq-length {length}, so that no token "
+            "would be excluded: lower it"
+        )
+
+
 @check("fim_rate")
 def _fill_in_the_middle(config: Sections) -> Problems:
     data = config.data

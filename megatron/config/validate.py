@@ -22,6 +22,7 @@ EXCLUSIVE = [
         " ".join(name for name in ACTIVATIONS if name != "exact_gelu"),
         *(f"exact_gelu {name}" for name in ACTIVATIONS if name not in ("exact_gelu", "geglu")),
         "add_qkv_bias attention_bias",
+        "qk_layernorm qk_l2_norm",
         "use_mup residual_multiplier",
         "fp16 bf16",
         "train_iters train_samples",

@@ -52,6 +52,8 @@ CASES = """
     => gated_delta_net | --context-parallel-size => --context-parallel-size -
 --experimental-attention-variant gated_delta_net --qk-clip => gated_delta_net | --qk-clip => --qk-clip -
 --activation-func-clamp-value 7 => --activation-func-clamp-value | gelu => --quick-geglu
+--goldfish-loss --goldfish-h 65 => --goldfish-h 65 | --seq-length 64 => --goldfish-h 64
+--qk-layernorm --qk-l2-norm => --qk-layernorm | --qk-l2-norm => --qk-l2-norm -
 --decoupled-lr 0.1 --freeze embedding => --decoupled-lr | --freeze => --decoupled-lr -
 --xielu --num-experts 4 => --xielu | --num-experts => --xielu -
 --position-embedding-type rope --no-rope-freq 1 => --no-rope-freq 1 | --position-embedding => --no-rope-freq 2
