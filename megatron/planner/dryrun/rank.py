@@ -28,7 +28,7 @@ from megatron.engine.engine import Engine, build_executor
 from megatron.engine.optimizer_state import MASTER, optimizer_state
 from megatron.errors import ConfigError
 from megatron.model.gpt import build_chunks, check_patterns, layer_context
-from megatron.model.stages import stage_owners
+from megatron.model.stages import assign_layers, stage_owners
 from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.layout import LayoutSizes
@@ -292,6 +292,18 @@ def followed(follower: RankRecorder) -> Iterator[None]:
 # -- a rank's steps --------------------------------------------------------------------------------
 
 
+def _first_trained(config: Config) -> int:
+    """Return the first pipeline stage with parameters that train (Engine.first_trained)."""
+    trained = [name.split(".") for name in check_patterns(config) if config.model.trains(name)]
+    if any(part.startswith("embedding") for part, *_ in trained):
+        return 0
+    parallel = config.parallel
+    layers = config.model.num_layers
+    first = min((int(words[1]) for words in trained if words[0] == "layers"), default=layers)
+    ranges = assign_layers(layers, parallel.num_stages, parallel.pipeline_layout)
+    return sum(first >= stage.stop for stage in ranges[:-1])
+
+
 @dataclass(frozen=True)
 class RankRun:
     """Result of one rank's steps.
@@ -412,6 +424,8 @@ def run_rank(
         follower.category = "temporary"
         engine = Engine(config, topology, chunks)
         chunks.train()
+        if config.model.trains_in_part:
+            engine.first_trained = _first_trained(config)  # other ranks did not say
         executor = build_executor(config, topology, chunks, engine)
         _sort(follower, engine, chunks)
         gc.collect()
