@@ -27,7 +27,7 @@ LAYOUTS = {
     2: dict(expert_model_parallel_size=2, zero_stage=3),
     4: dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
 }
-# Each family is cut on four ranks. Uncut, few of them differ: tests/training/run/test_generate.py.
+# Each family is cut on four ranks. Uncut: test_float64.py.
 RUNS = [
     *((1, case) for case in ("gpt2", "llama-larger", "olmo2", "bloom")),
     *((2, case) for case, (kind, _) in CASES.items() if FAMILIES[kind].experts),
@@ -36,11 +36,9 @@ RUNS = [
     *((4, f"{case}+lora") for case in ("gpt2", "llama31", "pythia", "qwen2")),
 ]
 LORA = dict(lora_rank=3, lora_alpha=5.0)
-USUAL = {(2, "mixtral"), *((4, case) for case in "gpt2 llama3 llama31 qwen2 qwen3 olmo2".split())}
-USUAL |= {(2, "qwen2_moe+lora"), (4, "gpt2+lora"), (4, "llama31+lora")}
-USUAL |= {(4, case) for case in "mixtral qwen2_moe qwen3_moe gemma2 pythia bloom".split()}
-USUAL |= {(4, case) for case in "gemma3 olmo3 smollm3 granite phi3 starcoder2 glm4_moe".split()}
-USUAL |= {(4, case) for case in "apertus gpt_oss qwen3_next deepseek_v2 deepseek_v3".split()}
+USUAL = {(2, "mixtral"), (2, "qwen2_moe+lora"), (4, "gpt2+lora"), (4, "llama31+lora")}
+USUAL |= {(4, case) for case in "gpt2 llama3 qwen3 olmo2 mixtral qwen2_moe gemma2 bloom".split()}
+USUAL |= {(4, case) for case in "phi3 glm4_moe apertus gpt_oss qwen3_next deepseek_v3".split()}
 MARKED = [
     run if run in USUAL else pytest.param(*run, marks=pytest.mark.campaign("kills")) for run in RUNS
 ]
