@@ -157,7 +157,7 @@ FAMILIES = {
         rotary_local_base=100.0,
         rope_scaling="linear",
     ),
-    "apertus": dict(LLAMA, swiglu=False, xielu=True, embedding_scale=8.0),
+    "apertus": dict(LLAMA, swiglu=False, xielu=True, qk_layernorm=True),
     "dynamic": dict(
         LLAMA,
         rope_scaling="dynamic",
