@@ -391,6 +391,7 @@ def build_model(
         reporter.say(
             f" > {total - frozen:,} of {total:,} parameters are trainable; the {frozen:,} frozen ones "
             "are saved like the others, without optimizer state"
+            + ("; without --load they stay random" if config.checkpoint.load is None else "")
         )
     return chunks, engine
 
