@@ -57,8 +57,8 @@ def rows_by_group(groups: int, widths: tuple[int, ...]) -> torch.Tensor:
     >>> rows_by_group(2, (2, 1, 1)).tolist()
     [0, 1, 4, 6, 2, 3, 5, 7]
     """
-    parts = torch.arange(groups * sum(widths)).split([groups * width for width in widths])
-    return torch.cat([rows.view(groups, -1) for rows in parts], 1).flatten()
+    blocks = torch.arange(groups * sum(widths)).split([groups * width for width in widths])
+    return torch.cat([rows.view(groups, -1) for rows in blocks], 1).flatten()
 
 
 def groups_of(model: ModelConfig, name: str) -> tuple[int, tuple[int, ...]]:

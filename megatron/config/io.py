@@ -17,7 +17,7 @@ _NO_RANDOM_STATES = (
 
 
 @dataclass(frozen=True)
-class BlendPart:
+class BlendSource:
     """A data set in a blend.
 
     corpus      name of the validation corpus that the blend is; "" if the split is one blend
@@ -31,7 +31,7 @@ class BlendPart:
     end: float = 1.0
 
     @property
-    def part(self) -> str:
+    def documents(self) -> str:
         """Return the documents that are used as text; "" for all of them."""
         return "" if (self.start, self.end) == (0, 1) else f"{self.start}:{self.end}"
 
@@ -40,14 +40,14 @@ class BlendPart:
 _SOURCE = re.compile(r"(?:([^/=]*)=)?(.*?)(?:@([0-9.][0-9.e-]*):([0-9.][0-9.e-]*))?", re.DOTALL)
 
 
-def parse_blend(words: Sequence[str], *, named: bool = False) -> list[BlendPart]:
+def parse_blend(words: Sequence[str], *, named: bool = False) -> list[BlendSource]:
     """Return the data sets in the words of --train-data-path and its siblings. Raises ValueError.
 
     `named` is true for --valid-data-path: words may have the names of corpora.
 
     >>> parse_blend(["0.3", "a@0:0.95", "0.7", "b"])[0]
-    BlendPart(weight=0.3, prefix='a', corpus='', start=0.0, end=0.95)
-    >>> [(part.corpus, part.prefix) for part in parse_blend(["web=data/web", "code=data/b"], named=True)]
+    BlendSource(weight=0.3, prefix='a', corpus='', start=0.0, end=0.95)
+    >>> [(s.corpus, s.prefix) for s in parse_blend(["web=data/web", "code=data/b"], named=True)]
     [('web', 'data/web'), ('code', 'data/b')]
     """
     pairs = len(words) > 1 and not (named and "=" in words[0])
@@ -56,7 +56,7 @@ def parse_blend(words: Sequence[str], *, named: bool = False) -> list[BlendPart]
     )
     if len(words) % 2 and pairs:
         raise ValueError(usage)
-    parts = []
+    sources = []
     for weight, word in (
         zip(words[::2], words[1::2], strict=True) if pairs else ((1, w) for w in words)
     ):
@@ -67,20 +67,22 @@ def parse_blend(words: Sequence[str], *, named: bool = False) -> list[BlendPart]
             prefix = f"{name}={prefix}"
             name = None
         try:
-            part = BlendPart(float(weight), prefix, name or "", float(start or 0), float(end or 1))
+            source = BlendSource(
+                float(weight), prefix, name or "", float(start or 0), float(end or 1)
+            )
         except ValueError:
             raise ValueError(usage) from None
-        if not part.start < part.end <= 1:
+        if not source.start < source.end <= 1:
             raise ValueError(f"{word!r}: a part is START:END with 0 <= START < END <= 1")
         if name is not None and not (prefix and re.fullmatch(r"[\w.-]+", name)):
             raise ValueError(f"{word!r} is not NAME=PREFIX, with a NAME of letters, digits and ._-")
-        parts.append(part)
-    names = [part.corpus for part in parts]
+        sources.append(source)
+    names = [source.corpus for source in sources]
     if "" in names and (any(names) or (len(words) > 1 and not pairs)):
-        unnamed = parts[names.index("")].prefix
+        unnamed = sources[names.index("")].prefix
         raise ValueError(f"{unnamed!r} has no NAME=: name all corpora, or none")
     for name in names:
-        weights = [part.weight for part in parts if part.corpus == name]
+        weights = [source.weight for source in sources if source.corpus == name]
         if not any(weights) or not all(0 <= weight < float("inf") for weight in weights):
             raise ValueError("weights must be at least 0 and not all 0")
         if name and not pairs and len(weights) > 1:
@@ -88,7 +90,7 @@ def parse_blend(words: Sequence[str], *, named: bool = False) -> list[BlendPart]
                 f"{name!r} is the name of {len(weights)} corpora: choose others, or give "
                 "pairs WEIGHT NAME=PREFIX for a blend"
             )
-    return parts
+    return sources
 
 
 def hugging_face_folder(load: str | None) -> Path | None:

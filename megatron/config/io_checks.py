@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.io import BlendPart, hugging_face_folder, is_same_folder, parse_blend
+from megatron.config.io import BlendSource, hugging_face_folder, is_same_folder, parse_blend
 from megatron.config.settings import Problems, Sections, all_options, check
 
 
@@ -46,11 +46,11 @@ def _data(config: Sections) -> Problems:
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words = config.get(name) or ()
         try:
-            parts = parse_blend(words, named=name == "valid_data_path")
+            sources = parse_blend(words, named=name == "valid_data_path")
         except ValueError as error:
             yield f"{all_options()[name].written(words)}: {error}"
             continue
-        yield from _uses(name, parts)
+        yield from _blend(name, sources)
     masks = config.data.loss_mask
     if masks in ("required", "optional") and not config.batch.calculate_per_token_loss:
         off = all_options()["calculate_per_token_loss"].written(False)
@@ -60,16 +60,16 @@ def _data(config: Sections) -> Problems:
         )
 
 
-def _uses(name: str, parts: Sequence[BlendPart]) -> Problems:
+def _blend(name: str, sources: Sequence[BlendSource]) -> Problems:
     """Refuse parts of files in --data-path, and several parts of a file in training data."""
-    for part in parts:
-        if part.part and name == "data_path":
+    for source in sources:
+        if source.documents and name == "data_path":
             yield (
-                f"--data-path {part.prefix}@{part.part}: --split already divides the documents: use "
+                f"--data-path {source.prefix}@{source.documents}: --split already divides the documents: use "
                 "--train-data-path and --valid-data-path for parts of files"
             )
-    files = {part.prefix: part.part for part in parts}
-    several = {part.prefix for part in parts if files[part.prefix] != part.part}
+    files = {source.prefix: source.documents for source in sources}
+    several = {s.prefix for s in sources if files[s.prefix] != s.documents}
     if name == "train_data_path" and several:
         yield (
             f"--train-data-path has several parts of {', '.join(several)}, whose epochs could not be "

@@ -49,10 +49,10 @@ def matches(pattern: str, name: str) -> bool:
     >>> matches("layers.1", "layers.10.mlp.dense_h_to_4h.weight")
     False
     """
-    parts = name.split(".")
+    words = name.split(".")
     globs = pattern.split(".")
-    starts = range(len(parts) - len(globs) + 1)
-    return any(all(map(fnmatchcase, parts[at:], globs)) for at in starts)
+    starts = range(len(words) - len(globs) + 1)
+    return any(all(map(fnmatchcase, words[at:], globs)) for at in starts)
 
 
 def may_be_missing(name: str, patterns: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.config.io import BlendPart, parse_blend
+from megatron.config.io import BlendSource, parse_blend
 from megatron.data.gpt_dataset import (
     BlendedDataset,
     GPTDataset,
@@ -54,7 +54,7 @@ class Datasets:
     corpora: Mapping[str, TokenDataset] = field(default_factory=dict, kw_only=True)
 
 
-Blend = tuple[BlendPart, ...]
+Blend = tuple[BlendSource, ...]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SplitPlan:
     blend: Blend
     split: str
 
-    def bounds(self, source: BlendPart, index: int, size: int) -> tuple[int, int]:
+    def bounds(self, source: BlendSource, index: int, size: int) -> tuple[int, int]:
         """Return the sequences of split `index`, out of `size`, as (first, past the last)."""
         if self.split == UNSPLIT:  # parts are rounded as in BigScience's Megatron-DeepSpeed
             return round(source.start * size), round(source.end * size)
@@ -79,7 +79,7 @@ class SplitPlan:
         """Return the plan of each named corpus."""
         names = dict.fromkeys(source.corpus for source in self.blend if source.corpus)
         return {
-            name: SplitPlan(tuple(part for part in self.blend if part.corpus == name), self.split)
+            name: SplitPlan(tuple(s for s in self.blend if s.corpus == name), self.split)
             for name in names
         }
 
@@ -137,7 +137,7 @@ def read_data_file_list(path: str) -> Blend:
     read, and ConfigError for a malformed line, with its number, or if no weight is positive.
     """
     lines = read_text(path, _MOST_BYTES, error=DataError).splitlines()
-    parts = []
+    sources = []
     for number, line in enumerate(lines, 1):
         fields = line.split()
         if not fields or fields[0].startswith("#"):
@@ -152,18 +152,20 @@ def read_data_file_list(path: str) -> Blend:
                 f"{path}:{number}: expected 'weight prefix [corpus]', with a weight of 0 or more, "
                 f"got {line!r}"
             ) from None
-        parts.append(BlendPart(weight, prefix))
-    if not any(part.weight for part in parts):
+        sources.append(BlendSource(weight, prefix))
+    if not any(source.weight for source in sources):
         raise ConfigError(f"{path}: --data-file-list names no data set with a positive weight")
-    return _normalised(parts)
+    return _normalised(sources)
 
 
-def _normalised(parts: Sequence[BlendPart]) -> Blend:
-    total = dict.fromkeys((part.corpus for part in parts), 0.0)
-    for part in parts:
-        total[part.corpus] += part.weight
+def _normalised(sources: Sequence[BlendSource]) -> Blend:
+    total = dict.fromkeys((source.corpus for source in sources), 0.0)
+    for source in sources:
+        total[source.corpus] += source.weight
     return tuple(
-        replace(part, weight=part.weight / total[part.corpus]) for part in parts if part.weight
+        replace(source, weight=source.weight / total[source.corpus])
+        for source in sources
+        if source.weight
     )
 
 
@@ -446,7 +448,7 @@ def _build_split(
             request = IndexRequest(
                 indexed.prefix,
                 SPLIT_NAMES[index],
-                plan.split + (source.part and f" {source.part}"),
+                plan.split + (source.documents and f" {source.documents}"),
                 *bounds,
                 tokens,
                 max(count, 1),  # a split without a whole sample is repeated until it has one

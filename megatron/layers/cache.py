@@ -1,4 +1,4 @@
-"""What layers need of earlier tokens, so that generation computes each token once."""
+"""Results of earlier tokens that layers need, so that generation computes each token once."""
 
 from __future__ import annotations
 

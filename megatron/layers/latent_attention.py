@@ -62,8 +62,8 @@ class LatentAttention(SoftmaxAttention):
         self.context = context
         self.heads = heads // context.tensor.size
         self.latent = model.kv_lora_rank
-        self.parts = model.qk_head_dim, model.qk_pos_emb_head_dim
-        self.widths = model.qk_head_dim, model.v_head_dim
+        self.query_widths = model.qk_head_dim, model.qk_pos_emb_head_dim
+        self.key_value_widths = model.qk_head_dim, model.v_head_dim
         self.layer = layer
 
         def norm(kind: str, width: int) -> nn.Module:
@@ -75,14 +75,14 @@ class LatentAttention(SoftmaxAttention):
             self.query_down = ReplicatedLinear(context, f"{name}.query_down", (rank, hidden), fill)
             self.q_layernorm = norm("q", rank)
         # Without latent queries the projection gathers its input itself.
-        shape = heads * sum(self.parts), hidden if rank is None else rank
+        shape = heads * sum(self.query_widths), hidden if rank is None else rank
         place = context if rank is None else context.alone()
         of_queries = f"{name}.query" if rank is None else f"{name}.query_up"
         self.query = ColumnParallelLinear(place, of_queries, shape, fill, False)
         shape = self.latent + model.qk_pos_emb_head_dim, hidden
         self.key_value_down = ReplicatedLinear(context, f"{name}.key_value_down", shape, fill)
         self.kv_layernorm = norm("kv", self.latent)
-        shape = heads * sum(self.widths), self.latent
+        shape = heads * sum(self.key_value_widths), self.latent
         self.key_value = ColumnParallelLinear(
             context.alone(), f"{name}.key_value_up", shape, fill, False
         )
@@ -102,11 +102,11 @@ class LatentAttention(SoftmaxAttention):
         queries, latent, shared = self._latents(x, recompute_input)
         s, b = latent.shape[:2]
         queries = self.query(queries, recompute_input if self.query_down is None else None)
-        plain, turned = queries.view(s, b, self.heads, -1).split(self.parts, dim=3)
+        plain, turned = queries.view(s, b, self.heads, -1).split(self.query_widths, dim=3)
         shared = shared.unsqueeze(2)  # [s, b, 1, rotated entries]
         if self.rotary is not None:
             angles = self.rotary.angles(s, call.position_ids, x.device)
-            turned, shared = (self.rotary.rotate(part, angles) for part in (turned, shared))
+            turned, shared = (self.rotary.rotate(x, angles) for x in (turned, shared))
         cache = call.cache if self.caches_latents else None
         stored = None
         if cache is not None:
@@ -116,7 +116,11 @@ class LatentAttention(SoftmaxAttention):
         if cache is not None and stored is not None:
             out = self._absorbed(plain, turned, stored[0], cache.padding)
         else:
-            k, v = self.key_value(latent).view(s, b, self.heads, -1).split(self.widths, dim=3)
+            k, v = (
+                self.key_value(latent)
+                .view(s, b, self.heads, -1)
+                .split(self.key_value_widths, dim=3)
+            )
             k = torch.cat((k, shared.expand(-1, -1, self.heads, -1)), dim=3)
             out = self.core(call, torch.cat((plain, turned), dim=3), k, v)
         result: tuple[Tensor, Tensor | None] = self.dense(out.reshape(s, b, -1))
@@ -129,13 +133,13 @@ class LatentAttention(SoftmaxAttention):
         """
         mixed = self.key_value_down(x, recompute_input)
         latent, shared = mixed.split((self.latent, mixed.shape[-1] - self.latent), dim=-1)
-        parts = [self.kv_layernorm(latent), shared]
+        latents = [self.kv_layernorm(latent), shared]
         if self.query_down is not None:
-            parts.append(self.q_layernorm(self.query_down(x, recompute_input)))
+            latents.append(self.q_layernorm(self.query_down(x, recompute_input)))
         entered = copy_to_tensor_region(
-            torch.cat(parts, dim=-1), self.context.tensor, self.context.sequence_parallel
+            torch.cat(latents, dim=-1), self.context.tensor, self.context.sequence_parallel
         )
-        latent, shared, *others = entered.split([part.shape[-1] for part in parts], dim=-1)
+        latent, shared, *others = entered.split([x.shape[-1] for x in latents], dim=-1)
         return others[0] if others else x, latent, shared
 
     def _absorbed(
@@ -147,10 +151,10 @@ class LatentAttention(SoftmaxAttention):
         stored         latents and shared keys so far  # [b, 1, n, latent + rotated entries]
         """
         weight = self.key_value.merged_weight().view(self.heads, -1, self.latent)
-        to_keys, to_values = weight.split(self.widths, dim=1)
+        to_keys, to_values = weight.split(self.key_value_widths, dim=1)
         queries = torch.cat((torch.einsum("sbnd,ndl->sbnl", plain, to_keys), turned), dim=3)
         scoring = self.core.scoring
-        factor = scoring.factor(sum(self.parts))
+        factor = scoring.factor(sum(self.query_widths))
         scoring = scoring._replace(scale=factor, sink=self.core.sink)
         out = cached_attention(queries, stored, stored[..., : self.latent], padding, scoring)
         return torch.einsum("sbnl,nvl->sbnv", out, to_values)

@@ -425,8 +425,8 @@ def check_patterns(config: Config) -> list[str]:
     ):
         for pattern in patterns:
             if not any(matches(pattern, name) for name in known):
-                parts = {".".join(n.split(".")[:end]) for n in names for end in range(1, 9)}
-                near = difflib.get_close_matches(pattern, sorted(parts), 3, 0.0)
+                prefixes = {".".join(n.split(".")[:end]) for n in names for end in range(1, 9)}
+                near = difflib.get_close_matches(pattern, sorted(prefixes), 3, 0.0)
                 raise ConfigError(
                     f"{flag} {pattern} matches no {what}: names in the model like it are "
                     f"{', '.join(near)}"

@@ -1,4 +1,4 @@
-"""What a user's own loss (protocols.Loss) is computed from, on the last stage."""
+"""Inputs of a user's loss (protocols.Loss), on the last stage, and its means."""
 
 from __future__ import annotations
 

@@ -126,22 +126,22 @@ def _trained_in_part(config: Config, kinds: list[LayerKind]) -> list[LayerKind]:
     model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1)
     names = check_patterns(dataclasses.replace(config, model=model))
     count = len(kinds)
-    # the names of each part's parameters in a model of one layer
-    parts: list[dict[str, str]] = [{} for _ in range(count + 1)]
+    # of each layer, and of the head: parameters, and their names in a model of one layer
+    by_layer: list[dict[str, str]] = [{} for _ in range(count + 1)]
     for name in names:
         head, number, rest = (*name.split(".", 2), "")[:3]
         layer = int(number) if head == "layers" else count
-        in_part = f"layers.{max(0, layer - count + 1)}.{rest}" if head == "layers" else name
-        parts[min(layer, count)][name] = in_part
+        in_one_layer = f"layers.{max(0, layer - count + 1)}.{rest}" if head == "layers" else name
+        by_layer[min(layer, count)][name] = in_one_layer
     backward = any(model.trains(name) for name in names if name.startswith("embedding"))
     result = []
-    for kind, part in zip([*kinds, kinds[-1]], parts, strict=True):
-        frozen = [new for name, new in part.items() if not model.trains(name)]
-        adapters = [new for new in part.values() if new.endswith(ADAPTERS[0])]
+    for kind, renamed in zip([*kinds, kinds[-1]], by_layer, strict=True):
+        frozen = [new for name, new in renamed.items() if not model.trains(name)]
+        adapters = [new for new in renamed.values() if new.endswith(ADAPTERS[0])]
         freeze = *frozen, *([] if backward else [NOTHING_BEFORE])
         adapted = tuple(new.removesuffix(ADAPTERS[0]) for new in adapters)
         result.append(kind._replace(freeze=freeze, lora_target=adapted))
-        backward = backward or any(map(model.trains, part))
+        backward = backward or any(map(model.trains, renamed))
     return result
 
 

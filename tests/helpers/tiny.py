@@ -34,6 +34,16 @@ INTERLEAVED = dict(
     num_layers=4, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1
 )
 
+LINEAR: dict[str, Any] = dict(
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq=(2,),
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+)
+
 
 def tiny(**fields: Any) -> Config:
     """Return RUN with other fields, on random tokens unless a field names data."""

@@ -13,15 +13,16 @@ from megatron.layers.cache import KeyValueCache
 from megatron.layers.context import CallContext, LayerContext
 from megatron.layers.gated_delta_net import GatedDeltaNet, gated_delta_rule
 from megatron.layers.positions import Documents
-from tests.model.test_formulas import LINEAR
+from tests.helpers.tiny import LINEAR
 
 S, B, H = 11, 3, 16
-KEYS, STATES, KEY, VALUE, TAPS = 2, 6, 6, 5, 3  # of LINEAR
+KEYS, STATES, KEY, VALUE, TAPS = 2, 6, 6, 5, 3  # the last three are LINEAR's
+SIZES = {**LINEAR, "linear_num_key_heads": KEYS, "linear_num_value_heads": STATES}
 
 
 def made():
     config = Config.create(
-        num_layers=2, hidden_size=H, num_attention_heads=2, seq_length=S, vocab_size=8, **LINEAR
+        num_layers=2, hidden_size=H, num_attention_heads=2, seq_length=S, vocab_size=8, **SIZES
     )
     layer = GatedDeltaNet(LayerContext.single(), "layers.0.self_attention", config, 0).double()
     generator = torch.Generator().manual_seed(1)
@@ -127,7 +128,7 @@ def test_strong_decay_and_one_key_are_finite_and_right_in_fp32():
 
 
 def test_cached_tokens_equal_the_full_sequences():
-    """Of texts of several lengths, one of which ends early."""
+    """Generate texts of several lengths, one of which ends early."""
     layer = made()
     x = drawn(S, B, H)
     lengths = [2, 6, 1]

@@ -22,18 +22,9 @@ from megatron.model.formulas import (
 )
 from megatron.parallel.sharding import sharding_of
 from tests.helpers.hugging_face import COMMON, FAMILIES, B, S, micro_batch
-from tests.helpers.tiny import one_stage
+from tests.helpers.tiny import LINEAR, one_stage
 
 FULL = RecomputeConfig("full")
-LINEAR = dict(
-    experimental_attention_variant="gated_delta_net",
-    linear_attention_freq=(2,),
-    linear_conv_kernel_dim=3,
-    linear_key_head_dim=6,
-    linear_value_head_dim=5,
-    linear_num_key_heads=2,
-    linear_num_value_heads=6,
-)
 SELECTIVE = RecomputeConfig("selective", ("core_attn",))
 
 

@@ -17,6 +17,7 @@ import pytest
 from megatron.config.parallel import SCHEDULES, V_SHAPED
 from tests.helpers import frozen, late_weights, own_loss
 from tests.helpers.fusions import force
+from tests.helpers.tiny import LINEAR
 from tests.helpers.training import STEPS, routes, train_in_process
 
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -121,15 +122,6 @@ LLAMA = dict(
     swiglu=True,
     add_bias_linear=False,
     untie_embeddings_and_output_weights=True,
-)
-LINEAR = dict(
-    experimental_attention_variant="gated_delta_net",
-    linear_attention_freq=(2,),
-    linear_conv_kernel_dim=3,
-    linear_key_head_dim=6,
-    linear_value_head_dim=5,
-    linear_num_key_heads=4,
-    linear_num_value_heads=8,
 )
 # Settings of the model families after which they are named.
 FAMILIES = {

@@ -18,7 +18,7 @@ import torch
 from megatron.checkpoint.files import CONFIG, PROVENANCE, read_manifest
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
-from megatron.config.io import BlendPart
+from megatron.config.io import BlendSource
 from megatron.config.option import options_of
 from megatron.config.settings import SECTIONS
 from megatron.data.datasets import (
@@ -424,7 +424,7 @@ class _FormerData:
         plan = None
         if isinstance(blend, list) and data.data_file_list:
             with contextlib.suppress(TypeError, ValueError):
-                sources = tuple(BlendPart(float(weight), str(prefix)) for weight, prefix in blend)
+                sources = tuple(BlendSource(float(weight), str(prefix)) for weight, prefix in blend)
                 plan = SplitPlan(sources, data.split)
         if plan is None and not data.mock_data:
             plan = plan_splits(data)[0]

@@ -129,7 +129,7 @@ def test_files_as_they_were_published(tmp_path, monkeypatch):
 
 
 def test_biases_of_experts_and_layers_that_transformers_does_not_read(tmp_path):
-    """In GLM-4.5's files, a layer for multi-token prediction follows those that are counted."""
+    """Add a layer for multi-token prediction after those that are counted, as in GLM-4.5's files."""
     source = make("glm4_moe", tmp_path / "source")
     published = tmp_path / "published"
     shutil.copytree(source, published)

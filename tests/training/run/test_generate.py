@@ -13,6 +13,7 @@ from megatron.model.gpt import build_chunks
 from megatron.training.run.generate import Limits, Sampling, choose, generate
 from tests.helpers.hugging_face import hugging_face
 from tests.helpers.text import GPT, PROMPTS, ByteTokenizer, TextModel, one_process
+from tests.helpers.tiny import LINEAR
 
 FIELDS = {**GPT, "seq_length": 32}
 GREEDY = Sampling(temperature=0)
@@ -90,16 +91,7 @@ ARCHITECTURES = {
         init_method_std=0.5,
         lora_rank=3,
     ),
-    "linear": dict(
-        position_embedding_type="rope",
-        experimental_attention_variant="gated_delta_net",
-        linear_attention_freq=(2,),
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=6,
-        linear_value_head_dim=5,
-        init_method_std=0.5,
-    ),
+    "linear": dict(LINEAR, position_embedding_type="rope", init_method_std=0.5),
     "blocked": dict(attention_backend="blocked", reset_position_ids=True),
 }
 

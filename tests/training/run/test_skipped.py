@@ -33,12 +33,12 @@ def test_the_data_of_skipped_iterations_is_consumed_and_counted_but_not_trained_
 
 
 def test_a_run_resumes_before_and_inside_a_range(tmp_path):
-    """With the range 3-5 it stops at iteration 2; with 3-3 at 3, inside the range 3-5."""
+    """Stop at iteration 2, before the range 3-5, and at 3, inside it."""
     rest = dict(lr=1e-2, skip_train_iteration_range=("3-5",))
-    whole, state = losses(tmp_path / "whole", **rest)
+    expected, state = losses(tmp_path / "one run", **rest)
     for before in (dict(exit_interval=2), dict(skip_train_iteration_range=("3",), exit_interval=3)):
         folder = tmp_path / str(before["exit_interval"])
         fields = {**FIELDS, **rest, **before, "save": str(folder)}
         run_processes(1, run, fields)
-        parts, resumed = losses(folder, **rest)
-        assert parts == whole and resumed == state
+        actual, resumed = losses(folder, **rest)
+        assert actual == expected and resumed == state
