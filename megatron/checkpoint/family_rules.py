@@ -65,6 +65,11 @@ def _object(fields: Fields, name: str) -> Values:
     return dict(value)
 
 
+def _scaling(fields: Fields) -> Values:
+    """Return a copy of the scaling of RoPE; if both fields are there, rope_scaling counts."""
+    return _object(fields, "rope_scaling") or _object(fields, "rope_parameters")
+
+
 def _positive(fields: Fields, name: str, kind: type = float) -> Any:
     """Return a field that must be a positive number."""
     if not (value := _number(fields, name, kind)):
@@ -171,8 +176,7 @@ def rope(
     """
 
     def read(fields: Fields) -> Values:
-        name = "rope_scaling" if fields["rope_scaling"] else "rope_parameters"
-        rope = _object(fields, name) or dict(usual)
+        rope = _scaling(fields) or dict(usual)
         kind = rope.pop("rope_type", rope.get("type", "default"))
         rope.pop("type", None)
         rope = {base: fields[base], "partial_rotary_factor": fields.get(share, 1.0)} | {
@@ -406,7 +410,7 @@ LINEAR_ATTENTION = Rule(_linear_attention, _linear_layers)
 
 
 def _names_of_gpt_oss(fields: Fields) -> Values:
-    rope = fields["rope_scaling"] or fields["rope_parameters"] or {}
+    rope = _scaling(fields)
     for name, same in (
         ("experts_per_token", fields["num_experts_per_tok"]),
         ("initial_context_length", rope.get("original_max_position_embeddings", 4096)),
