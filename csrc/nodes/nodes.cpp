@@ -276,6 +276,12 @@ struct Region {
     int64_t size;
     bool in_sequence, overlaps;
     Reference flight, kind, defer;
+
+    // The caller holds the interpreter's lock. The threads that the group's destructor joins need it to free tensors.
+    ~Region() {
+        const NoGil no_gil;
+        group.reset();
+    }
 };
 
 // A collective under way. The group's flight recorder gets an entry for it, and one for the wait.

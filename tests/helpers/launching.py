@@ -121,7 +121,7 @@ def _run_script(
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    faulthandler.register(signal.SIGUSR2, 2)
+    faulthandler.register(signal.SIGUSR2, os.dup(2))  # a test may redirect standard error
     sys.stdin = open(os.devnull)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115 - as Python's own

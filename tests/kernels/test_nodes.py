@@ -31,6 +31,7 @@ from megatron.parallel.gradient_accumulator import GradientAccumulator
 from megatron.parallel.keyed_random import DropoutKey
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
+from tests.helpers.processes import run_processes
 from tests.layers.test_fusions import settle
 
 SIZES = dict(hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=64)
@@ -281,3 +282,20 @@ def test_a_recomputed_layer_repeats_what_gradients_need(seen, position):
     of_loss = 3  # its logits again, and their two gradients
     if seen != "forward":
         assert second.count == 2 * (8 + (3 if position == "pre" else 4)) + of_loss
+
+
+def leave_messages(rank):
+    """End a group of gloo whose threads have yet to free tensors of Python."""
+    torch.distributed.init_process_group("gloo")
+    library.find("cpu")
+    nodes = library.nodes_for(torch.ones(1))
+    group = torch.distributed.group.WORLD.group_name
+    region = nodes.region(group, 2, None, None, False, False, None)
+    for _ in range(64):
+        torch.distributed.all_reduce(torch.ones(1 << 16), async_op=True)
+    torch.distributed.destroy_process_group()
+    del region
+
+
+def test_the_last_reference_to_a_group_with_messages_may_be_a_node_s(built):
+    run_processes(2, leave_messages)
