@@ -199,8 +199,8 @@ def computed(
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs[:, 1:].flatten())
     loss.backward()
     gradients = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
-    if model.config.model_type == "gpt_neox":  # a different name than in its files
-        gradients["embed_out.weight"] = gradients.pop("lm_head.weight")
+    if model.config.model_type == "gpt_neox" and "lm_head.weight" in gradients:
+        gradients["embed_out.weight"] = gradients.pop("lm_head.weight")  # its name in files
     return logits.detach().numpy(), loss.item(), by_expert(model.config.model_type, gradients)
 
 
