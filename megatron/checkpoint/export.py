@@ -92,7 +92,7 @@ def _effective(model: ModelConfig) -> Values:
         settings[name] = settings[name] or 1.0
     if model.position_embedding_type == "learned_absolute":
         settings["max_position_embeddings"] = model.max_position_embeddings
-    # Settings of features that a model lacks have their defaults (NEEDED in config/validate.py),
+    # Settings of features that a model lacks have their defaults (NEEDED in megatron/config),
     # except these.
     names = [
         "window_attn_skip_freq",

@@ -398,8 +398,9 @@ def _latent_attention(s: Settings) -> None:
     origin = "derived from multi-latent-attention"
     width = v["qk_head_dim"] + v["qk_pos_emb_head_dim"]
     if v["kv_channels"] not in (None, width):
-        written = all_options()["kv_channels"].written(v["kv_channels"])
-        s.notices.append(f"{written} has no effect: --qk-head-dim sets the size of a head")
+        s.notices.append(
+            f"{s.written('kv_channels')} has no effect: --qk-head-dim sets the size of a head"
+        )
     s.derive("kv_channels", width, origin)
     for name in ("rope_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"):
         option = all_options()[name]
@@ -510,7 +511,7 @@ def _parallel(s: Settings) -> None:
         ("tp_comm_overlap", tensor),
     ):
         if v[name] and v[size] == 1 and s.usable(size):
-            alone = f"{all_options()[size].flag} 1"
+            alone = s.written(size)
             s.derive(name, False, f"derived from {alone[2:]}")
             s.notices.append(f"{all_options()[name].flag} is off: it has no effect with {alone}")
     _schedule(s)
@@ -526,13 +527,11 @@ def _schedule(s: Settings) -> None:
         return
     chosen = s.values[name]
     if chosen is not None and s.pieces.schedule is not None:
-        written = all_options()[name].written(chosen)
-        s.notices.append(f"{written} has no effect: the schedule is your own piece")
+        s.notices.append(f"{s.written(name)} has no effect: the schedule is your own piece")
     alone = f"{all_options()[size].flag} 1"
     if s.values[size] == 1:
         if chosen not in (None, "1f1b"):
-            written = all_options()[name].written(chosen)
-            s.notices.append(f"{written} is off: it has no effect with {alone}")
+            s.notices.append(f"{s.written(name)} is off: it has no effect with {alone}")
         s.derive(name, "1f1b", f"derived from {alone[2:]}")
     elif chosen is None:
         chunks = s.values["virtual_pipeline_model_parallel_size"]
@@ -555,7 +554,7 @@ def _chunks(s: Settings) -> None:
     ):
         chunks, remainder = divmod(v["num_layers"], pipeline * per_chunk)
         if remainder == 0 and chunks == 1:
-            written = all_options()["num_layers_per_virtual_pipeline_stage"].written(per_chunk)
+            written = s.written("num_layers_per_virtual_pipeline_stage")
             s.notices.append(f"{written} has no effect: each pipeline rank has one chunk")
             s.derive("num_layers_per_virtual_pipeline_stage", None, "derived: there is one chunk")
         elif remainder == 0:

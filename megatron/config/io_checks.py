@@ -4,8 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.config.checks import Problems, check
 from megatron.config.io import BlendSource, hugging_face_folder, is_same_folder, parse_blend
-from megatron.config.settings import Problems, Sections, all_options, check
+from megatron.config.settings import Sections, all_options
+
+CONFLICTS = """
+    data_path data_file_list mock_data train_data_path
+    data_path data_file_list mock_data valid_data_path
+    data_path data_file_list mock_data test_data_path
+    fim_rate mock_data: these have no text
+"""
+NEEDED = """
+    save_hf  save_hf_ema
+    save  save_interval_minutes async_save keep_last requeue save_trigger_file
+    load  finetune reset_iteration load_tag use_checkpoint_args exit_on_missing_checkpoint
+    load  moe_use_upcycling load_missing
+    keep_last  keep_every
+    goldfish_loss=true  goldfish_k goldfish_h
+"""
 
 
 @check("split")
@@ -128,8 +144,6 @@ def _checkpoints(config: Sections) -> Problems:
     load = config.checkpoint.load
     tag = config.checkpoint.load_tag
     resumes = is_same_folder(save, load)
-    if save is None and config.checkpoint.save_trigger_file is not None:
-        yield f"--save-trigger-file {config.checkpoint.save_trigger_file} needs --save FOLDER"
     if config.training.loss_spike_factor is not None and not resumes:
         yield (
             "--loss-spike-factor rolls back to checkpoints of this run: give --save and --load the "

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from megatron.config.attention import AttentionConfig
 from megatron.config.option import (
     COUNT,
     FACTOR,
@@ -15,10 +16,7 @@ from megatron.config.option import (
     FREQUENCY,
     LAYERS,
     LEAST_NORMAL,
-    MOST_POSITIONS,
     MOST_WIDTH,
-    POSITIONS,
-    POSITIVE_RATE,
     RATE,
     SHARE,
     WIDTH,
@@ -74,41 +72,9 @@ class LayerKind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(AttentionConfig):
     """Sizes and architecture of the GPT."""
 
-    num_layers: int = option(
-        None, "Number of transformer layers.", LAYERS, flags="--num-layers --encoder-num-layers"
-    )
-    hidden_size: int = option(None, "Hidden size of the transformer.", WIDTH)
-    ffn_hidden_size: int = option(
-        None,
-        "Hidden size of the MLP.",
-        FFN_WIDTH,
-        derived="4 x hidden-size; with a gated unit, such as --swiglu, 8/3 x hidden-size, rounded down to a "
-        "multiple of 64",
-    )
-    num_attention_heads: int = option(None, "Number of attention heads.", WIDTH)
-    kv_channels: int = option(
-        None, "Size of each attention head.", WIDTH, derived="hidden-size / num-attention-heads"
-    )
-    num_key_value_heads: int = option(
-        None,
-        "Number of key and value heads (grouped-query attention).",
-        WIDTH,
-        flags="--num-key-value-heads --num-query-groups",
-        derived="num-attention-heads",
-    )
-    seq_length: int = option(
-        None, "Sequence length in tokens.", POSITIONS, flags="--seq-length --encoder-seq-length"
-    )
-    max_position_embeddings: int = option(
-        None,
-        "Number of learned position embeddings.",
-        POSITIONS,
-        derived="seq-length",
-        flags="--max-position-embeddings --max-absolute-position-embeddings",
-    )
     make_vocab_size_divisible_by: int = option(
         128, "Pad the vocabulary to a multiple of this value times the tensor-parallel size.", WIDTH
     )
@@ -176,107 +142,11 @@ class ModelConfig:
     embedding_layernorm: bool = option(
         False, "Normalize the embeddings (BLOOM).", flags="--embed-layernorm --embedding-layernorm"
     )
-    qk_layernorm: bool = option(False, "Normalize queries and keys.")
-    qk_layernorm_over: str = option(
-        "head",
-        "Scope of --qk-layernorm: each head (Qwen 3), or all heads together (OLMo 2).",
-        choices="head all",
-    )
-    qk_l2_norm: bool = option(
-        False,
-        "Divide queries and keys by the root mean square of each head, without weights (Llama 4).",
-    )
-    clip_qkv: float | None = option(
-        None,
-        "Limit queries, keys and values to the range from -X to X (OLMoE).",
-        FACTOR,
-        metavar="X",
-    )
-    add_bias_linear: bool = option(
-        True, "Add biases to the linear layers.", off_flags="--disable-bias-linear"
-    )
-    add_qkv_bias: bool = option(
-        False,
-        "Add biases to queries, keys and values, even with --disable-bias-linear.",
-        flags="--add-qkv-bias --add-qkv-bias-linear",
-    )
-    attention_output_gate: bool = option(
-        False,
-        "Multiply the output of attention by the sigmoid of a gate, which is a part of the query "
-        "projection (Qwen3-Next).",
-    )
-    multi_latent_attention: bool = option(
-        False,
-        "Multi-head latent attention (DeepSeek-V2 and V3): keys and values are projections of one "
-        "latent vector. With --qk-layernorm, latents are normalized.",
-    )
-    q_lora_rank: int | None = option(
-        None, "Size of the latent vector of the queries.", WIDTH, derived="none", none_word=True
-    )
-    kv_lora_rank: int = option(32, "Size of the latent vector of keys and values.", WIDTH)
-    qk_head_dim: int = option(
-        128, "Latent attention: entries of a query or key without positions.", WIDTH
-    )
-    qk_pos_emb_head_dim: int = option(
-        64, "Latent attention: further entries of a query or key, which RoPE rotates.", WIDTH
-    )
-    v_head_dim: int = option(128, "Latent attention: entries of a value.", WIDTH)
-    softmax_type: str = option(
-        "vanilla",
-        "Attention sinks, terms that are added to the denominator of the softmax. off-by-one: 1. "
-        "learnable: exp of a parameter for each head (gpt-oss).",
-        choices="vanilla off-by-one learnable",
-    )
-    attention_bias: str | None = option(
-        None,
-        "Biases of attention: off, qkv (queries, keys and values), or all (the output projection's "
-        "too).",
-        choices="off qkv all",
-        derived="all; with --disable-bias-linear off, or with --add-qkv-bias qkv",
-    )
-    experimental_attention_variant: str | None = option(
-        None,
-        "Linear attention in place of softmax attention in the layers of --linear-attention-freq: "
-        "Gated DeltaNet (Yang et al., arXiv 2412.06464; Qwen3-Next).",
-        choices="gated_delta_net",
-        flags="--experimental-attention-variant --linear-attention-type",
-    )
-    linear_attention_freq: tuple[int, ...] | None = option(
-        None,
-        "Layers with linear attention: all but every N-th layer, or those with 1 in a list of "
-        "zeros and ones, one for each layer.",
-        FREQUENCY,
-        metavar="N",
-        derived="all layers",
-    )
-    linear_conv_kernel_dim: int = option(
-        4, "Linear attention: tokens that a causal convolution of its inputs covers.", WIDTH
-    )
-    linear_key_head_dim: int = option(
-        128, "Linear attention: size of each head of queries and keys.", WIDTH
-    )
-    linear_value_head_dim: int = option(
-        128, "Linear attention: size of each head of values.", WIDTH
-    )
-    linear_num_key_heads: int = option(
-        16, "Linear attention: number of heads of queries and keys.", WIDTH
-    )
-    linear_num_value_heads: int = option(32, "Linear attention: number of value heads.", WIDTH)
     parallel_residual: str | None = option(
         None,
         "Compute attention and MLP from the same input, and add both to the residual stream, with "
         "one norm for both (GPT-J) or one each (GPT-NeoX).",
         choices="one_norm two_norms",
-    )
-    softmax_scale: float | None = option(
-        None, "Factor applied to the attention scores.", FACTOR, derived="1 / sqrt(kv-channels)"
-    )
-    attention_logit_softcapping: float | None = option(
-        None,
-        "Limit attention scores x to c tanh(x / c) (Gemma 2).",
-        FACTOR,
-        flags="--attention-logit-softcapping --attn-logit-softcapping",
-        metavar="C",
     )
     final_logit_softcapping: float | None = option(
         None, "Limit output scores x to c tanh(x / c) (Gemma 2).", FACTOR, metavar="C"
@@ -286,21 +156,6 @@ class ModelConfig:
         "Coefficient of the z-loss, the squared logarithm of the softmax's denominator.",
         RATE,
         flags="--logit-z-loss --z-loss-strength",
-    )
-    window_size: tuple[int, ...] | None = option(
-        None,
-        "Sliding-window attention: a token sees itself and LEFT tokens before it; -1: all of them. "
-        "The second value, the number of tokens after it, must be 0.",
-        Range(-1, MOST_POSITIONS),
-        metavar="LEFT[,0]",
-    )
-    window_attn_skip_freq: tuple[int, ...] | None = option(
-        None,
-        "Layers without the window: every N-th layer, or those with 0 in a list of zeros and ones, "
-        "one for each layer.",
-        FREQUENCY,
-        metavar="N",
-        derived="all layers have the window",
     )
     mtp_num_layers: int = option(
         0,
@@ -314,101 +169,6 @@ class ModelConfig:
     )
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer its own weights."
-    )
-    position_embedding_type: str = option(
-        "learned_absolute",
-        "Position encoding.",
-        choices="learned_absolute rope none alibi",
-        value_names="absolute=learned_absolute rotary=rope",
-        shortcuts="--use-rotary-position-embeddings=rope --use-alibi-position-embeddings=alibi",
-        weak_shortcuts="--no-position-embedding=none",
-    )
-    rotary_percent: float = option(
-        1.0, "Fraction of each head to which RoPE is applied.", Range(above=0, at_most=1)
-    )
-    rotary_base: float = option(
-        10000.0,
-        "Base of the RoPE frequencies.",
-        Range(above=1, at_most=1e15),
-        flags="--rotary-base --rotary-position-embeddings-theta --rotary-theta --rope-theta",
-    )
-    rotary_local_base: float | None = option(
-        None,
-        "Base of the RoPE frequencies in layers with a sliding window, where they are not scaled "
-        "(Gemma 3: 10000).",
-        Range(above=1, at_most=1e15),
-        derived="as in other layers",
-    )
-    no_rope_freq: tuple[int, ...] | None = option(
-        None,
-        "Layers without RoPE: every N-th layer, or those with 1 in a list of zeros and ones, one "
-        "for each layer.",
-        FREQUENCY,
-        metavar="N",
-        derived="all layers have RoPE",
-        none_word=True,
-    )
-    rotary_interleaved: bool = option(
-        False,
-        "Rotate pairs of neighbouring entries of a head (GPT-J) instead of pairing its two halves.",
-    )
-    rope_scaling: str | None = option(
-        None,
-        "Scaling of the RoPE frequencies for sequences longer than those of the original training.",
-        choices="linear dynamic llama3 yarn",
-        shortcuts="--use-rope-scaling=llama3",
-    )
-    rope_scaling_factor: float = option(
-        8.0,
-        "Ratio of the longest sequence to that of the original training.",
-        Range(1, 1e6),
-        flags="--rope-scaling-factor --rotary-scaling-factor --yarn-rotary-scaling-factor",
-    )
-    rope_original_positions: int = option(
-        8192,
-        "Longest sequence of the original training.",
-        POSITIONS,
-        flags="--rope-original-positions --original-max-position-embeddings "
-        "--yarn-original-max-position-embeddings",
-    )
-    rope_low_freq_factor: float = option(
-        1.0, "Llama 3.1: wavelengths above rope-original-positions / X are scaled in full.", FACTOR
-    )
-    rope_high_freq_factor: float = option(
-        4.0, "Llama 3.1: wavelengths below rope-original-positions / X are not scaled.", FACTOR
-    )
-    yarn_beta_fast: float = option(
-        32.0,
-        "YaRN: frequencies with more than X rotations in the original longest sequence are not "
-        "scaled.",
-        FACTOR,
-    )
-    yarn_beta_slow: float = option(
-        1.0,
-        "YaRN: frequencies with fewer than X rotations in the original longest sequence are scaled "
-        "in full.",
-        FACTOR,
-    )
-    yarn_attention_factor: float | None = option(
-        None,
-        "YaRN: factor applied to cosines and sines.",
-        POSITIVE_RATE,
-        derived="(0.1 x mscale x ln(rope-scaling-factor) + 1) / (the same with mscale-all-dim)",
-    )
-    yarn_mscale: float = option(
-        1.0, "YaRN: see --yarn-attention-factor.", RATE, flags="--mscale --yarn-mscale"
-    )
-    yarn_mscale_all_dim: float = option(
-        0.0,
-        "YaRN: see --yarn-attention-factor.",
-        RATE,
-        flags="--mscale-all-dim --yarn-mscale-all-dim",
-    )
-    yarn_truncate: bool = option(
-        True,
-        "YaRN: round the bounds of the scaled frequencies outwards to whole pairs.",
-        flags="--yarn-truncate --yarn-correction-range-round-to-int",
-        off_flags="--no-yarn-correction-range-round-to-int",
     )
     embedding_scale: float | None = option(
         None,
@@ -428,21 +188,7 @@ class ModelConfig:
     apply_residual_connection_post_layernorm: bool = option(
         False, "Take the residual connection after the norm instead of before it."
     )
-    apply_query_key_layer_scaling: bool = option(
-        False,
-        "Divide attention scores by the layer number, and multiply them by it again in the "
-        "softmax.",
-        inert="it would not change the result, and attention is computed so that scores cannot "
-        "overflow",
-        off_flags="--no-query-key-layer-scaling",
-    )
-    attention_softmax_in_fp32: bool = option(
-        False,
-        "Compute the attention softmax in fp32.",
-        inert="the softmax is always computed in fp32",
-    )
     fp32_residual_connection: bool = option(False, "Keep the residual stream in fp32.")
-    attention_dropout: float = option(0.1, "Dropout probability of attention weights.", SHARE)
     hidden_dropout: float = option(0.1, "Dropout probability of the hidden states.", SHARE)
     init_method_std: float = option(
         0.02, "Standard deviation of the initial weights.", Range(above=0, at_most=100)
@@ -682,35 +428,6 @@ class ModelConfig:
         return self.activation.endswith("glu")
 
     @property
-    def qkv_bias(self) -> bool:
-        """Return whether queries, keys and values have biases."""
-        usual = (self.add_bias_linear and not self.multi_latent_attention) or self.add_qkv_bias
-        return usual if self.attention_bias is None else self.attention_bias != "off"
-
-    @property
-    def attention_output_bias(self) -> bool:
-        """Return whether the output projection of attention has a bias."""
-        usual = self.add_bias_linear
-        return usual if self.attention_bias is None else self.attention_bias == "all"
-
-    @property
-    def query_heads(self) -> int:
-        """Return the number of heads that the query projection has, including gates."""
-        return self.num_attention_heads * (2 if self.attention_output_gate else 1)
-
-    @property
-    def rotated_entries(self) -> int:
-        """Return the number of entries of a query or key that RoPE rotates."""
-        latent = self.multi_latent_attention
-        width = self.qk_pos_emb_head_dim if latent else self.kv_channels
-        return 2 * int(width * self.rotary_percent / 2)
-
-    @property
-    def value_channels(self) -> int:
-        """Return the size of a value of each head."""
-        return self.v_head_dim if self.multi_latent_attention else self.kv_channels
-
-    @property
     def layer_norms(self) -> tuple[str, ...]:
         """Return the names of a layer's norms on the residual stream."""
         before = ("input_layernorm", "post_attention_layernorm")
@@ -784,31 +501,9 @@ class ModelConfig:
         """Return whether the last stage needs the word embedding, as output layer or input."""
         return not self.untie_embeddings_and_output_weights or self.mtp_num_layers > 0
 
-    def window(self, layer: int) -> int | None:
-        """Return how many earlier keys a query in `layer` (counted from 0) sees; None: all.
-
-        Layers of multi-token prediction, which follow the last one, are like it.
-        """
-        size = (self.window_size or (-1,))[0]
-        return size if size >= 0 and self._has("window_attn_skip_freq", layer) else None
-
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer, counted as in `window`, has experts instead of an MLP."""
-        return self.num_experts is not None and self._has("moe_layer_freq", layer)
-
-    def _has(self, name: str, layer: int) -> bool:
-        """Return whether a layer, counted as in `window`, has the feature of a frequency.
-
-        A list has a number for each layer. Of a single N, the first of N layers has experts, every
-        N-th layer has no RoPE, and all but every N-th have the other features. Unset, or 0: all.
-        """
-        freq: tuple[int, ...] = getattr(self, name) or (0,)
-        layer = min(layer, self.num_layers - 1)
-        if len(freq) > 1:
-            return bool(freq[layer]) != (name == "no_rope_freq")
-        if name == "moe_layer_freq":
-            return layer % freq[0] == 0
-        return not freq[0] or (layer + 1) % freq[0] != 0
+        return self.num_experts is not None and self.has("moe_layer_freq", layer)
 
     def layer_kind(self, layer: int) -> LayerKind:
         """Return the settings of a layer, counted as in `window`, that may differ between layers.
@@ -817,8 +512,8 @@ class ModelConfig:
         """
         windowed = self.window(layer) is not None
         base = self.rotary_local_base if windowed else None
-        turned = self._has("no_rope_freq", layer)
-        linear = self._has("linear_attention_freq", layer)
+        turned = self.has("no_rope_freq", layer)
+        linear = self.has("linear_attention_freq", layer)
         return LayerKind(
             window_size=self.window_size if windowed else None,
             num_experts=self.num_experts if self.has_experts(layer) else None,

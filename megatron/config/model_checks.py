@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from megatron.config.settings import Problems, Sections, all_options, check, multiple
+from megatron.config.checks import Problems, check, multiple
+from megatron.config.model import ACTIVATIONS
+from megatron.config.settings import Sections
 
-
-@check("hidden_size", "num_attention_heads", "num_key_value_heads")
-def _heads(config: Sections) -> Problems:
-    if config.model.kv_channels is None:
-        remedy = ", or give the width of a head with --kv-channels"
-        yield from multiple(config, "hidden_size", "num_attention_heads", remedy)
-    yield from multiple(config, "num_attention_heads", "num_key_value_heads")
-
-
-@check("seq_length", "max_position_embeddings", "position_embedding_type")
-def _positions(config: Sections) -> Problems:
-    model = config.model
-    if (
-        model.position_embedding_type == "learned_absolute"
-        and model.seq_length > model.max_position_embeddings
-    ):
-        yield (
-            f"--seq-length {model.seq_length} is longer than --max-position-embeddings "
-            f"{model.max_position_embeddings}: learned positions must cover the sequence; raise "
-            "the latter or use --position-embedding-type rope"
-        )
+_ONE_OF = (
+    " ".join(name for name in ACTIVATIONS if name != "exact_gelu"),
+    *(f"exact_gelu {name}" for name in ACTIVATIONS if name not in ("exact_gelu", "geglu")),
+)
+CONFLICTS = """
+    use_mup residual_multiplier
+    lora_rank use_mup: muP has no rates for adapters
+    lora_rank qk_clip: it would scale weights that are frozen
+    mtp_num_layers embedding_layernorm: the last stage, which embeds tokens too, has no such norm
+    mtp_num_layers cuda_graph_impl: the output of a graph is one loss
+    xielu num_experts: experts have no parameters of xIELU
+""" + "\n".join(_ONE_OF)
+NEEDED = """
+    mtp_num_layers  mtp_loss_scaling_factor
+    xielu=true  weight_decay_on_xielu_alphas
+    num_experts  moe_router_bias
+    lora_rank  lora_alpha lora_target
+    use_mup=true  mup_base_hidden_size mup_base_num_layers mup_base_ffn_hidden_size
+    use_mup=true  mup_base_num_attention_heads mup_base_num_key_value_heads mup_base_head_dim
+    use_mup=true  mup_embedding_mult mup_output_mult mup_attn_scale_power
+    moe_shared_expert_intermediate_size  moe_shared_expert_gate moe_shared_expert_overlap
+    moe_router_score_function=sigmoid  moe_router_enable_expert_bias
+    moe_router_num_groups  moe_router_group_topk moe_router_group_top_scores
+    moe_router_group_topk  moe_router_num_groups
+"""
 
 
 @check("position_embedding_type", "mtp_num_layers")
@@ -34,67 +40,6 @@ def _later_tokens(config: Sections) -> Problems:
         yield (
             f"--mtp-num-layers {model.mtp_num_layers} embeds tokens on the last stage, which does "
             "not have the positions of --position-embedding-type learned_absolute: use rope"
-        )
-    factor = all_options()["mtp_loss_scaling_factor"]
-    if not model.mtp_num_layers and model.mtp_loss_scaling_factor != factor.default:
-        yield f"{factor.written(model.mtp_loss_scaling_factor)} needs --mtp-num-layers N"
-
-
-@check("position_embedding_type", "kv_channels", "rotary_percent")
-def _rotary_width(config: Sections) -> Problems:
-    model = config.model
-    if model.position_embedding_type == "rope":
-        name = "--kv-channels (by default --hidden-size / --num-attention-heads)"
-        head = model.kv_channels
-        if model.multi_latent_attention:
-            name, head = "--qk-pos-emb-head-dim", model.qk_pos_emb_head_dim
-        width = int(head * model.rotary_percent)
-        least = 4 if model.rope_scaling == "dynamic" else 2
-        if width < least or width % 2:
-            yield (
-                f"RoPE rotates pairs, but --rotary-percent {model.rotary_percent:g} of {name} {head} "
-                f"is {width}: it must be even and at least {least}"
-            )
-
-
-@check("num_attention_heads", "num_key_value_heads")
-def _latent_attention(config: Sections) -> Problems:
-    model = config.model
-    if not model.multi_latent_attention:
-        return
-    heads = model.num_attention_heads
-    for name, value, why in (
-        ("num_key_value_heads", heads, f"each of --num-attention-heads {heads} has one"),
-        ("qk_layernorm_over", "head", "its norms are those of the latents"),
-    ):
-        if config.get(name) != value:
-            written = all_options()[name].written(config.get(name))
-            yield f"--multi-latent-attention and {written} contradict each other: {why}"
-    width = model.qk_head_dim + model.qk_pos_emb_head_dim
-    if model.v_head_dim > width:
-        yield (
-            f"--v-head-dim {model.v_head_dim} is more than --qk-head-dim {model.qk_head_dim} and "
-            f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim} together: use at most {width}"
-        )
-
-
-@check("rope_original_positions", "rope_low_freq_factor", "rope_high_freq_factor")
-def _rope_scaling(config: Sections) -> Problems:
-    model = config.model
-    low = model.rope_low_freq_factor
-    positions = model.rope_original_positions
-    if model.rope_scaling == "llama3" and low >= model.rope_high_freq_factor:
-        yield (
-            f"--rope-low-freq-factor {low:g} must be less than --rope-high-freq-factor "
-            f"{model.rope_high_freq_factor:g}: frequencies between them are partly scaled"
-        )
-    if (
-        model.rope_scaling == "linear"
-        and positions != all_options()["rope_original_positions"].default
-    ):
-        yield (
-            f"--rope-original-positions {positions} needs --rope-scaling dynamic, llama3 or yarn: linear "
-            "scaling divides all angles by --rope-scaling-factor"
         )
 
 
@@ -114,43 +59,6 @@ def _norms(config: Sections) -> Problems:
             yield (
                 f"--apply-residual-connection-post-layernorm and --{name.replace('_', '-')} "
                 f"{value} contradict each other: choose one"
-            )
-
-
-@check()
-def _window(config: Sections) -> Problems:
-    size = config.model.window_size
-    if size is not None and (size[1:] not in ((), (0,)) or not size):
-        yield (
-            f"--window-size {','.join(map(str, size))} is not LEFT or LEFT,0: attention is causal, "
-            "so a token sees no later ones"
-        )
-
-
-@check("num_layers", "moe_layer_freq")
-def _frequencies(config: Sections) -> Problems:
-    layers = config.model.num_layers
-    for name, feature, left_out in (
-        ("window_attn_skip_freq", "window_size", {(1,), (0,) * layers}),
-        ("moe_layer_freq", "num_experts", {(0,) * layers}),
-        ("linear_attention_freq", "experimental_attention_variant", {(1,), (0,) * layers}),
-        ("no_rope_freq", "position_embedding_type", {(1,), (1,) * layers}),
-    ):
-        freq = config.get(name)
-        if freq is None:
-            continue
-        flag = all_options()[name].flag
-        written = f"{flag} {','.join(map(str, freq))}"
-        if not any(freq) if len(freq) <= 1 else len(freq) != layers or not set(freq) <= {0, 1}:
-            yield (
-                f"{written} is neither a number of at least 1 nor a list of {layers} entries 0 or "
-                "1, one for each layer: give one of them"
-            )
-        elif config.get(feature) is not None and freq in left_out:
-            other = all_options()[feature].flag
-            yield (
-                f"{written} leaves no layer for {other}: leave {flag} out for all layers, or both "
-                "out for none"
             )
 
 
@@ -203,20 +111,6 @@ def _expert_widths(config: Sections) -> Problems:
     model = config.model
     if model.moe_shared_expert_intermediate_size is not None and model.add_bias_linear:
         yield "shared experts have no biases: add --disable-bias-linear"
-
-
-@check("context_parallel_size")
-def _linear_attention(config: Sections) -> Problems:
-    variant = config.model.experimental_attention_variant
-    if variant is None:
-        return
-    yield from multiple(config, "linear_num_value_heads", "linear_num_key_heads")
-    yield from multiple(config, "linear_num_key_heads", "tensor_model_parallel_size")
-    if (size := config.get("context_parallel_size")) != 1:
-        yield (
-            f"--experimental-attention-variant {variant} and --context-parallel-size {size} cannot "
-            "be combined: leave one of them out"
-        )
 
 
 @check()
@@ -274,7 +168,7 @@ def _mup_experts(config: Sections) -> Problems:
         width = config.get(name)
         if model.use_mup and width is not None and width * base % ffn:
             yield (
-                f"{all_options()[name].flag} {width}: experts of the base model are smaller in "
+                f"{config.written(name)}: experts of the base model are smaller in "
                 f"proportion, {base} / {ffn} of it (--mup-base-ffn-hidden-size, "
                 "--ffn-hidden-size), which is not a whole number"
             )

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron.config.checks import Problems, check, multiple, nearest_multiples
 from megatron.config.parallel import SIZES, TILE, V_SHAPED, layout_counts
-from megatron.config.settings import (
-    Problems,
-    Sections,
-    all_options,
-    check,
-    multiple,
-    nearest_multiples,
-)
+from megatron.config.settings import Sections, all_options
+
+NEEDED = """
+    recompute_granularity=full  recompute_method
+    cp_comm_type=a2a+p2p  hierarchical_context_parallel_sizes
+"""
 
 
 @check("tensor_model_parallel_size")
@@ -202,7 +201,7 @@ def _zero(config: Sections) -> Problems:
     for name in ("zero_state_shard_size", "zero_shard_size"):
         if (size := config.get(name)) > 0 and each % size:
             sizes = ", ".join(str(n) for n in range(1, each + 1) if each % n == 0)
-            yield f"{all_options()[name].flag} {size} does not divide {of}: use one of {sizes}"
+            yield f"{config.written(name)} does not divide {of}: use one of {sizes}"
         elif size > 0:
             of = f"--zero-state-shard-size {size}"
             each = size

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from megatron.config.settings import Settings, did_you_mean
-from megatron.config.validate import EXCLUSIVE
+from megatron.config.validate import CONFLICTS
 
 
 def _read() -> dict[str, dict[str, object]]:
@@ -39,7 +39,7 @@ _YIELDS: Mapping[str, tuple[str, ...]] = {
 
 # Groups of settings in which a chosen one replaces the others.
 _ALTERNATIVES = (
-    *EXCLUSIVE,
+    *(names for names, reason in CONFLICTS if not reason),
     ("lr_schedule", "lr_decay_style"),
     ("weight_decay_schedule", "weight_decay_incr_style"),
     ("pipeline_layout", "num_layers_per_virtual_pipeline_stage"),

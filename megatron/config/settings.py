@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 from megatron.config.io import CheckpointConfig, DataConfig, LoggingConfig, TokenizerConfig
 from megatron.config.model import ModelConfig
@@ -45,6 +45,14 @@ class Sections:
     def get(self, name: str) -> Any:
         """Return the value of a setting. Raises ConfigError for an unknown name."""
         return getattr(getattr(self, section_of(name)), name)
+
+    def written(self, name: str) -> str:
+        """Return the flag that sets the value of a setting."""
+        return all_options()[name].written(self.get(name))
+
+    def changed(self, name: str) -> bool:
+        """Return whether a setting has a value, and not its default."""
+        return self.get(name) not in (None, all_options()[name].default)
 
 
 SECTIONS: Mapping[str, type] = get_type_hints(Sections)
@@ -151,6 +159,10 @@ class Settings:
         if self.is_unset(name):
             self.derive(name, value, origin)
 
+    def written(self, name: str) -> str:
+        """Return the flag that sets the value of a setting."""
+        return all_options()[name].written(self.values[name])
+
     def sections(self) -> Sections:
         """Return `values` as sections; settings without a valid value are None or the default."""
         return Sections(
@@ -173,40 +185,3 @@ def cluster_of_environment() -> str | None:
     """Return the machine that MEGATRON_CLUSTER names, the default of --cluster; None without one."""
     name = os.environ.get("MEGATRON_CLUSTER", "").strip()
     return None if name in ("", "none") else name
-
-
-# --- checks of resolved settings, defined next to the settings that they check, in *_checks.py
-
-
-Problems = Iterator[str]
-"""Problems with a configuration, one sentence each."""
-
-
-class Check(NamedTuple):
-    """A check that runs if all settings in `needs` are set, to valid values."""
-
-    needs: tuple[str, ...]
-    problems: Callable[[Sections], Problems]
-
-
-def check(*needs: str) -> Callable[[Callable[[Sections], Problems]], Check]:
-    """Turn a function that yields problems into a check; validate.py collects the checks."""
-    return functools.partial(Check, needs)
-
-
-def nearest_multiples(value: int, step: int) -> str:
-    """Return the multiples of `step` nearest to a value, as '640 or 768'."""
-    below = value // step * step
-    return f"{below} or {below + step}" if below else f"{step}"
-
-
-def multiple(config: Sections, name: str, of: str, remedy: str = "") -> Problems:
-    """Yield a problem if a setting that has a value is not a multiple of another setting."""
-    size = config.get(name)
-    divisor = config.get(of)
-    if size is not None and size % divisor:
-        flags = all_options()
-        yield (
-            f"{flags[name].flag} {size} is not a multiple of {flags[of].flag} {divisor}: use "
-            f"{nearest_multiples(size, divisor)}{remedy}"
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+from megatron.config.checks import Problems, check, nearest_multiples
 from megatron.config.duration import duration_s
 from megatron.config.phases import (
     PHASED,
@@ -15,7 +16,43 @@ from megatron.config.phases import (
     parse_phases,
 )
 from megatron.config.pieces import Pieces
-from megatron.config.settings import Problems, Sections, all_options, check, nearest_multiples
+from megatron.config.settings import Sections, all_options
+
+CONFLICTS = """
+    fp16 bf16
+    train_iters train_samples
+    lr_decay_iters lr_decay_samples lr_decay_tokens
+    lr_warmup_iters lr_warmup_samples lr_warmup_tokens lr_warmup_fraction
+    lr_wsd_decay_iters lr_wsd_decay_samples
+    override_opt_param_scheduler use_checkpoint_opt_param_scheduler
+    rampup_batch_size step_batch_size_schedule
+""" + "\n".join(
+    f"lr_schedule lr_{each}"
+    for each in (
+        "warmup_iters warmup_samples warmup_tokens warmup_fraction warmup_init decay_iters "
+        "decay_samples decay_tokens wsd_decay_iters wsd_decay_samples"
+    ).split()
+)
+ASCENDING = """
+    min_lr lr
+    lr_warmup_init lr
+    decoupled_min_lr decoupled_lr
+    min_loss_scale initial_loss_scale
+    start_weight_decay end_weight_decay
+"""
+NEEDED = """
+    bf16=true  main_grads_dtype
+    optimizer=adam  optimizer_implementation exp_avg_dtype exp_avg_sq_dtype
+    optimizer=adam  adam_beta1_schedule adam_beta2_schedule
+    ema_decay  ema_warmup ema_interval eval_ema save_hf_ema
+    optimizer=lion  lion_beta1 lion_beta2
+    optimizer=ademamix  ademamix_alpha ademamix_beta3 ademamix_alpha_warmup ademamix_beta3_warmup
+    optimizer=muon  muon_momentum muon_nesterov muon_split_qkv muon_scale_mode
+    optimizer=muon  muon_extra_scale_factor muon_num_ns_steps muon_coefficient_type
+    optimizer=muon  muon_fp32_matmul_prec
+    qk_clip=true  qk_clip_alpha qk_clip_threshold
+    cuda_graph_impl=local  cuda_graph_warmup_steps
+"""
 
 
 @check("micro_batch_size", "global_batch_size", "data_parallel_size")
@@ -345,7 +382,7 @@ def _captured_passes(config: Sections) -> Problems:
     ):
         if holds:
             yield (
-                f"{all_options()[name].written(config.get(name))} does not work with "
+                f"{config.written(name)} does not work with "
                 f"--cuda-graph-impl {kernels.cuda_graph_impl}: {reason}. Use "
                 f"{instead and instead + ', or '}--cuda-graph-impl none"
             )

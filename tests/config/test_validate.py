@@ -38,12 +38,14 @@ CASES = """
     => --num-attention-heads 8 | size 3 | 6 or 9 => --num-attention-heads 9 --hidden-size 72
 --tensor-model-parallel-size 6 --num-attention-heads 12 --hidden-size 96 --num-key-value-heads 4 \
     => --num-key-value-heads 4 | 6 => --num-key-value-heads 3
---window-size 5 3 => --window-size 5,3 | LEFT,0 => --window-size 5 0
---window-size 5 --window-attn-skip-freq 1 0 => --window-attn-skip-freq 1,0 | 8 => --window-attn-skip-freq 4
+--window-size 5 3 => --window-size 5 3 | LEFT,0 => --window-size 5 0
+--window-size 5 --window-attn-skip-freq 1 0 => --window-attn-skip-freq 1 0 | 8 => --window-attn-skip-freq 4
 --window-size 5 --window-attn-skip-freq 0 => --window-attn-skip-freq 0 => --window-attn-skip-freq 1 0 1 0 1 0 1 0
 --window-size 5 --window-attn-skip-freq 1 => --window-attn-skip-freq 1 | --window-size => --window-attn-skip-freq -
 --experimental-attention-variant gated_delta_net --linear-attention-freq 1 \
     => --linear-attention-freq 1 | --experimental => --linear-attention-freq 4
+--experimental-attention-variant gated_delta_net --qk-layernorm --position-embedding-type rope \
+    => --qk-layernorm | --position-embedding-type rope => --linear-attention-freq 8
 --experimental-attention-variant gated_delta_net --linear-num-key-heads 3 \
     => 32 | --linear-num-key-heads 3 => --linear-num-key-heads 4
 --experimental-attention-variant gated_delta_net --tensor-model-parallel-size 8 --linear-num-key-heads 4 \
@@ -57,7 +59,7 @@ CASES = """
 --decoupled-lr 0.1 --freeze embedding => --decoupled-lr | --freeze => --decoupled-lr -
 --xielu --num-experts 4 => --xielu | --num-experts => --xielu -
 --position-embedding-type rope --no-rope-freq 1 => --no-rope-freq 1 | --position-embedding => --no-rope-freq 2
---num-experts 4 --moe-layer-freq [0]*8 => --moe-layer-freq 0,0 | --num-experts => --moe-layer-freq [0]*7+[1]
+--num-experts 4 --moe-layer-freq [0]*8 => --moe-layer-freq 0 0 | --num-experts => --moe-layer-freq [0]*7+[1]
 --window-attn-skip-freq 2 => --window-attn-skip-freq 2 | --window-size => --window-size 5
 --num-key-value-heads 3 => --num-attention-heads 8 | --num-key-value-heads 3 => --num-key-value-heads 4
 --hidden-size 66 => --hidden-size 66 | 64 or 72 | --kv-channels => --kv-channels 10
