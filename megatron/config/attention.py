@@ -36,7 +36,10 @@ CONFLICTS = """
     multi_latent_attention qk_clip: a key of all heads cannot be scaled for one
     multi_latent_attention use_mup: muP has no rules for its latents
     experimental_attention_variant use_mup: muP has no rules for linear attention
+    multi_latent_attention qk_layernorm_over=all: its norms are those of the latents
     experimental_attention_variant qk_clip: linear attention has no logits
+    experimental_attention_variant context_parallel_size: linear attention needs all earlier tokens
+    rope_scaling=linear rope_original_positions: only dynamic, llama3 and yarn depend on this length
 """
 ASCENDING = "yarn_beta_slow yarn_beta_fast"
 NEEDED = """
@@ -423,11 +426,6 @@ def _rope_scaling(config: Resolved) -> Problems:
             f"--rope-low-freq-factor {low:g} must be less than --rope-high-freq-factor "
             f"{model.rope_high_freq_factor:g}: frequencies between them are partly scaled"
         )
-    if model.rope_scaling == "linear" and config.changed("rope_original_positions"):
-        yield (
-            f"{config.written('rope_original_positions')} needs --rope-scaling dynamic, llama3 or "
-            "yarn: linear scaling divides all angles by --rope-scaling-factor"
-        )
 
 
 @check("num_attention_heads", "num_key_value_heads")
@@ -435,14 +433,11 @@ def _latent_attention(config: Resolved) -> Problems:
     model: AttentionConfig = config.model
     if not model.multi_latent_attention:
         return
-    heads = model.num_attention_heads
-    for name, value, why in (
-        ("num_key_value_heads", heads, f"each of --num-attention-heads {heads} has one"),
-        ("qk_layernorm_over", "head", "its norms are those of the latents"),
-    ):
-        if config.get(name) != value:
-            written = config.written(name)
-            yield f"--multi-latent-attention and {written} contradict each other: {why}"
+    if model.num_key_value_heads != model.num_attention_heads:
+        yield (
+            f"--multi-latent-attention and {config.written('num_key_value_heads')} contradict each "
+            f"other: each of {config.written('num_attention_heads')} has a key and a value"
+        )
     width = model.qk_head_dim + model.qk_pos_emb_head_dim
     if model.v_head_dim > width:
         yield (
@@ -489,7 +484,7 @@ def _frequencies(config: Resolved) -> Problems:
             )
 
 
-@check("context_parallel_size", "num_layers")
+@check("num_layers")
 def _linear_attention(config: Resolved) -> Problems:
     model: AttentionConfig = config.model
     if model.experimental_attention_variant is None:
@@ -497,9 +492,6 @@ def _linear_attention(config: Resolved) -> Problems:
     variant = config.written("experimental_attention_variant")
     yield from multiple(config, "linear_num_value_heads", "linear_num_key_heads")
     yield from multiple(config, "linear_num_key_heads", "tensor_model_parallel_size")
-    if config.get("context_parallel_size") != 1:
-        size = config.written("context_parallel_size")
-        yield f"{variant} and {size} cannot be combined: leave one of them out"
     useless = [*filter(config.changed, SoftmaxAttentionConfig.__annotations__)]
     if model.position_embedding_type in ("rope", "alibi"):
         useless.append("position_embedding_type")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import math
@@ -566,9 +565,8 @@ def _chunks(s: Settings) -> None:
 def _steps(s: Settings) -> None:
     v = s.values
     if s.usable("step_batch_size_schedule"):
-        with contextlib.suppress(ValueError):  # reported by a check
-            size = parse_batch_sizes(v["step_batch_size_schedule"])[-1][1]
-            s.fill("global_batch_size", size, "derived from step-batch-size-schedule")
+        size = parse_batch_sizes(v["step_batch_size_schedule"])[-1][1]
+        s.fill("global_batch_size", size, "derived from step-batch-size-schedule")
     if s.usable("micro_batch_size", "data_parallel_size"):
         size = v["micro_batch_size"] * v["data_parallel_size"]
         s.fill("global_batch_size", size, "derived from micro-batch-size and data-parallel size")

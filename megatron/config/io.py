@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -174,6 +175,7 @@ class DataConfig:
         None,
         "Prefix of .bin and .idx files, or a blend: WEIGHT PREFIX pairs.",
         metavar="[WEIGHT] PREFIX ...",
+        syntax=parse_blend,
     )
     data_file_list: str | None = option(
         None, "File with lines 'weight prefix [corpus]', instead of --data-path.", metavar="FILE"
@@ -184,6 +186,7 @@ class DataConfig:
         "Training data: a prefix, or WEIGHT PREFIX pairs. PREFIX@START:END is a part of a file: "
         "a@0:0.95 has the first 95 % of its documents.",
         metavar="[WEIGHT] PREFIX ...",
+        syntax=parse_blend,
     )
     valid_data_path: tuple[str, ...] | None = option(
         None,
@@ -191,9 +194,13 @@ class DataConfig:
         "separately, on the same samples every time: NAME=PREFIX words, or WEIGHT NAME=PREFIX pairs "
         "for corpora that are blends. Write ./A=B for a file whose name has an =.",
         metavar="[WEIGHT] PREFIX ...",
+        syntax=functools.partial(parse_blend, named=True),
     )
     test_data_path: tuple[str, ...] | None = option(
-        None, "Test data, as --train-data-path.", metavar="[WEIGHT] PREFIX ..."
+        None,
+        "Test data, as --train-data-path.",
+        metavar="[WEIGHT] PREFIX ...",
+        syntax=parse_blend,
     )
     train_data_exact_num_epochs: int | None = option(
         None,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megatron.config.checks import Problems, check
-from megatron.config.io import BlendSource, hugging_face_folder, is_same_folder, parse_blend
+from megatron.config.io import hugging_face_folder, is_same_folder, parse_blend
 from megatron.config.settings import Sections, all_options
 
 CONFLICTS = """
@@ -13,6 +11,10 @@ CONFLICTS = """
     data_path data_file_list mock_data valid_data_path
     data_path data_file_list mock_data test_data_path
     fim_rate mock_data: these have no text
+    fim_rate tokenizer_type=NullTokenizer: its tokens have no text
+    fim_rate data_packing=best-fit: documents would change their lengths
+    fim_rate loss_mask=required: masks are those of the documents' own tokens
+    fim_rate loss_mask=optional: masks are those of the documents' own tokens
 """
 NEEDED = """
     save_hf  save_hf_ema
@@ -20,6 +22,7 @@ NEEDED = """
     load  finetune reset_iteration load_tag use_checkpoint_args exit_on_missing_checkpoint
     load  moe_use_upcycling load_missing
     keep_last  keep_every
+    tokenizer_type  fim_rate
     goldfish_loss=true  goldfish_k goldfish_h
 """
 
@@ -59,14 +62,6 @@ def _data(config: Sections) -> Problems:
     for name in TOKENIZER_NEEDS.get(kind or "", ()):
         if config.get(name) is None:
             yield f"--tokenizer-type {kind} needs {all_options()[name].flag}"
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        words = config.get(name) or ()
-        try:
-            sources = parse_blend(words, named=name == "valid_data_path")
-        except ValueError as error:
-            yield f"{all_options()[name].written(words)}: {error}"
-            continue
-        yield from _blend(name, sources)
     masks = config.data.loss_mask
     if masks in ("required", "optional") and not config.batch.calculate_per_token_loss:
         off = all_options()["calculate_per_token_loss"].written(False)
@@ -76,17 +71,17 @@ def _data(config: Sections) -> Problems:
         )
 
 
-def _blend(name: str, sources: Sequence[BlendSource]) -> Problems:
-    """Refuse parts of files in --data-path, and several parts of a file in training data."""
-    for source in sources:
-        if source.documents and name == "data_path":
+@check()
+def _parts_of_files(config: Sections) -> Problems:
+    for source in parse_blend(config.data.data_path or ()):
+        if source.documents:
             yield (
-                f"--data-path {source.prefix}@{source.documents}: --split already divides the documents: use "
-                "--train-data-path and --valid-data-path for parts of files"
+                f"--data-path {source.prefix}@{source.documents}: --split already divides the "
+                "documents: use --train-data-path and --valid-data-path for parts of files"
             )
+    sources = parse_blend(config.data.train_data_path or ())
     files = {source.prefix: source.documents for source in sources}
-    several = {s.prefix for s in sources if files[s.prefix] != s.documents}
-    if name == "train_data_path" and several:
+    if several := {s.prefix for s in sources if files[s.prefix] != s.documents}:
         yield (
             f"--train-data-path has several parts of {', '.join(several)}, whose epochs could not be "
             "told apart: use one part, or separate files"
@@ -120,22 +115,6 @@ def _goldfish(config: Sections) -> Problems:
             f"--goldfish-h {data.goldfish_h} is more than --seq-length {length}, so that no token "
             "would be excluded: lower it"
         )
-
-
-@check("fim_rate")
-def _fill_in_the_middle(config: Sections) -> Problems:
-    data = config.data
-    if not data.fim_rate:
-        return
-    kind = config.tokenizer.tokenizer_type
-    if kind in (None, "NullTokenizer"):
-        yield f"--fim-rate {data.fim_rate} needs the text of tokens: use a --tokenizer-type with text"
-    for wrong, other in (
-        (data.data_packing != "concat", f"--data-packing {data.data_packing}"),
-        (data.loss_mask in ("required", "optional"), f"--loss-mask {data.loss_mask}"),
-    ):
-        if wrong:
-            yield f"--fim-rate {data.fim_rate} does not work with {other}: use one of them"
 
 
 @check()

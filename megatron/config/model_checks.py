@@ -15,6 +15,12 @@ CONFLICTS = """
     lora_rank use_mup: muP has no rates for adapters
     lora_rank qk_clip: it would scale weights that are frozen
     mtp_num_layers embedding_layernorm: the last stage, which embeds tokens too, has no such norm
+    mtp_num_layers position_embedding_type=learned_absolute: the last stage has no such positions
+    moe_use_upcycling moe_shared_expert_intermediate_size: there is no source for a shared expert
+    moe_shared_expert_intermediate_size add_bias_linear=true: shared experts have no biases
+    parallel_residual norm_position: attention and MLP read the same input, which norms precede
+    parallel_residual apply_residual_connection_post_layernorm: both move the residual connection
+    norm_position apply_residual_connection_post_layernorm: both move the norms
     mtp_num_layers cuda_graph_impl: the output of a graph is one loss
     xielu num_experts: experts have no parameters of xIELU
 """ + "\n".join(_ONE_OF)
@@ -31,35 +37,6 @@ NEEDED = """
     moe_router_num_groups  moe_router_group_topk moe_router_group_top_scores
     moe_router_group_topk  moe_router_num_groups
 """
-
-
-@check("position_embedding_type", "mtp_num_layers")
-def _later_tokens(config: Sections) -> Problems:
-    model = config.model
-    if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
-        yield (
-            f"--mtp-num-layers {model.mtp_num_layers} embeds tokens on the last stage, which does "
-            "not have the positions of --position-embedding-type learned_absolute: use rope"
-        )
-
-
-@check("norm_position")
-def _norms(config: Sections) -> Problems:
-    model = config.model
-    position = model.norm_position
-    parallel = model.parallel_residual
-    after = model.apply_residual_connection_post_layernorm
-    if parallel and position != "pre":
-        yield (
-            f"--parallel-residual {parallel} and --norm-position {position} contradict each other: "
-            "parallel attention and MLP read the same input, so their norms must precede them"
-        )
-    for name, value in (("parallel_residual", parallel), ("norm_position", position)):
-        if after and value not in (None, "pre"):
-            yield (
-                f"--apply-residual-connection-post-layernorm and --{name.replace('_', '-')} "
-                f"{value} contradict each other: choose one"
-            )
 
 
 @check("moe_router_topk")
@@ -108,9 +85,6 @@ def _balancing(config: Sections) -> Problems:
 def _expert_widths(config: Sections) -> Problems:
     yield from multiple(config, "moe_ffn_hidden_size", "expert_tensor_parallel_size")
     yield from multiple(config, "moe_shared_expert_intermediate_size", "tensor_model_parallel_size")
-    model = config.model
-    if model.moe_shared_expert_intermediate_size is not None and model.add_bias_linear:
-        yield "shared experts have no biases: add --disable-bias-linear"
 
 
 @check()
@@ -138,11 +112,6 @@ def _upcycling(config: Sections) -> Problems:
             f"parts of --moe-ffn-hidden-size {width}: their number must be "
             f"whole, and divide --num-experts {experts} and --moe-router-topk "
             f"{model.moe_router_topk}"
-        )
-    if model.moe_shared_expert_intermediate_size is not None:
-        yield (
-            "--moe-use-upcycling has no source for a shared expert: leave "
-            "--moe-shared-expert-intermediate-size out"
         )
 
 

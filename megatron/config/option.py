@@ -117,6 +117,8 @@ class Option:
     one_start: bool = False
     of_folder: bool = False  # names an output of one run: a run with another --save has its own
     names_code: bool = False  # its value is imported or run: fine on a command line, not in files
+    # function that raises ValueError for a value in another form than the setting's
+    syntax: Callable[[Any], object] | None = None
     none_word: bool = False  # the word none resets this setting, even though it has no choices
 
     @property
@@ -179,13 +181,22 @@ class Option:
     def accept(self, value: object) -> object:
         """Return the value in the field's type; a choice in the spelling of `choices`.
 
-        Raises ValueError if its type is wrong, or if it is not among the choices or limits.
+        Raises ValueError if its type or its syntax is wrong, or if it is not among the choices or
+        limits.
         """
-        if self.many:
-            if not isinstance(value, (list, tuple)):
-                raise ValueError(f"expected a list, got {shown(repr(value))}")
-            return tuple(self._accept_one(item) for item in value)
-        return self._accept_one(value)
+        if not self.many:
+            accepted = written = self._accept_one(value)
+        elif isinstance(value, (list, tuple)):
+            accepted = tuple(map(self._accept_one, value))
+            written = " ".join(map(str, accepted))
+        else:
+            raise ValueError(f"expected a list, got {shown(repr(value))}")
+        try:
+            if self.syntax is not None:
+                self.syntax(accepted)
+        except ValueError as error:
+            raise ValueError(f"{shown(written)}: {error}") from None
+        return accepted
 
     def _accept_one(self, value: object) -> object:
         kind = self.kind

@@ -220,8 +220,8 @@ _CURRICULA = {
 def parse_curriculum(entries: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     """Return the (first iteration, sequence length) of each change in DeepSpeed's curriculum.
 
-    `entries` are those of curriculum_learning, as DeepSpeed documents them; iterations count from 1.
-    Raises ValueError for other entries and values.
+    `entries` are those of curriculum_learning, as DeepSpeed documents them, or none: no changes.
+    Iterations count from 1. Raises ValueError for other entries and values.
 
     >>> ramp = {"schedule_type": "fixed_linear", "min_difficulty": 8, "max_difficulty": 24}
     >>> parse_curriculum(
@@ -229,6 +229,8 @@ def parse_curriculum(entries: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     ... )
     ((1, 8), (2, 16), (4, 24))
     """
+    if not entries:
+        return ()
     if entries.get("curriculum_type", "seqlen") != "seqlen":
         raise ValueError("curriculum_type must be seqlen: only sequence lengths can grow")
     schedule = str(entries.get("schedule_type"))

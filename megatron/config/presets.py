@@ -41,7 +41,6 @@ _YIELDS: Mapping[str, tuple[str, ...]] = {
 _ALTERNATIVES = (
     *(names for names, reason in CONFLICTS if not reason),
     ("lr_schedule", "lr_decay_style"),
-    ("weight_decay_schedule", "weight_decay_incr_style"),
     ("pipeline_layout", "num_layers_per_virtual_pipeline_stage"),
 )
 _EVALUATED = ("valid_data_path", "test_data_path")  # they do not replace training data

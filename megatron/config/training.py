@@ -20,6 +20,13 @@ from megatron.config.option import (
     Range,
     option,
 )
+from megatron.config.phases import (
+    norm_limits,
+    parse_batch_sizes,
+    parse_curriculum,
+    parse_iterations,
+    parse_phases,
+)
 
 # With this limit the sum of squares of scaled gradients, for the global norm, stays below fp32's
 # 2**128 for gradients up to 16.
@@ -51,6 +58,7 @@ class BatchConfig:
         "Global batch sizes, each after the number of consumed tokens at which it begins, such as "
         "'0:768 250B:1536 500B:3072'. The last one is --global-batch-size.",
         metavar="TOKENS:SAMPLES ...",
+        syntax=parse_batch_sizes,
     )
     train_iters: int | None = option(None, "Number of training iterations.", COUNT)
     train_samples: int | None = option(None, "Number of training samples.", SAMPLES)
@@ -141,6 +149,7 @@ class OptimizerConfig:
         "Learning rate by phases, instead of --lr-decay-style and its lengths: 'warmup 1000, "
         "constant 80%, cosine'. See docs/schedules.md.",
         metavar="PHASES",
+        syntax=parse_phases,
     )
     weight_decay: float = option(0.01, "Weight decay.", RATE)
     start_weight_decay: float = option(None, "Initial weight decay.", RATE, derived="weight-decay")
@@ -154,6 +163,7 @@ class OptimizerConfig:
         None,
         "Weight decay by phases, from --weight-decay: 'constant 50%, linear to 0.01'.",
         metavar="PHASES",
+        syntax=parse_phases,
     )
     schedule_basis: dict[str, object] = option(  # noqa: RUF009
         dict,
@@ -169,16 +179,21 @@ class OptimizerConfig:
         "of layers), vector (norms and biases). These are clipped first; --clip-grad then limits "
         "the norm of the result.",
         metavar="KIND=NORM ...",
+        syntax=norm_limits,
     )
     adam_beta1: float = option(0.9, "Adam beta1.", SHARE)
     adam_beta2: float = option(0.999, "Adam beta2.", SHARE)
     adam_beta1_schedule: str | None = option(
-        None, "Adam beta1 by phases, from --adam-beta1.", metavar="PHASES"
+        None,
+        "Adam beta1 by phases, from --adam-beta1.",
+        metavar="PHASES",
+        syntax=parse_phases,
     )
     adam_beta2_schedule: str | None = option(
         None,
         "Adam beta2 by phases, from --adam-beta2: 'constant 1000, linear 5000 to 0.99'.",
         metavar="PHASES",
+        syntax=parse_phases,
     )
     adam_eps: float = option(1e-8, "Adam epsilon.", Range(LEAST_NORMAL, 1))
     exp_avg_dtype: str = option(
@@ -529,11 +544,13 @@ class TrainingConfig:
         "ends, or one number. The learning rate does not advance.",
         metavar="FIRST-LAST ...",
         flags="--skip-train-iteration-range --iterations-to-skip --train-iters-to-skip",
+        syntax=parse_iterations,
     )
     curriculum_learning: dict[str, Any] = option(  # noqa: RUF009
         dict,
         "Sequence lengths that grow during the run: curriculum_learning of a DeepSpeed JSON.",
         flags="",
+        syntax=parse_curriculum,
     )
     hang_timeout: float = option(
         300.0,

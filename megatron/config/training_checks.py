@@ -9,10 +9,8 @@ from megatron.config.checks import Problems, check, nearest_multiples
 from megatron.config.duration import duration_s
 from megatron.config.phases import (
     PHASED,
-    norm_limits,
     parse_batch_sizes,
     parse_curriculum,
-    parse_iterations,
     parse_phases,
 )
 from megatron.config.pieces import Pieces
@@ -26,6 +24,13 @@ CONFLICTS = """
     lr_wsd_decay_iters lr_wsd_decay_samples
     override_opt_param_scheduler use_checkpoint_opt_param_scheduler
     rampup_batch_size step_batch_size_schedule
+    weight_decay_incr_style weight_decay_schedule
+    norm_implementation=fused persist_layer_norm=false: the latter leaves norms to torch
+    curriculum_learning data_packing=best-fit: samples of whole documents have one length
+    curriculum_learning cuda_graph_impl: a graph has one length
+    curriculum_learning step_batch_size_schedule: its tokens would depend on the lengths
+    cuda_graph_impl num_experts: the host reads how many tokens each expert gets
+    cuda_graph_impl data_packing=best-fit: documents determine which kernels run
 """ + "\n".join(
     f"lr_schedule lr_{each}"
     for each in (
@@ -74,11 +79,7 @@ def _batch(config: Sections) -> Problems:
         )
     if (schedule := config.batch.step_batch_size_schedule) is None:
         return
-    try:
-        sizes = parse_batch_sizes(schedule)
-    except ValueError as error:
-        yield f"--step-batch-size-schedule: {error}"
-        return
+    sizes = parse_batch_sizes(schedule)
     if sizes[-1][1] != gbs:
         yield (
             f"--global-batch-size {gbs} is not the last size of --step-batch-size-schedule, "
@@ -126,23 +127,11 @@ def _not_multiples(config: Sections, flag: str, sizes: Iterable[tuple[str, int]]
             )
 
 
-@check("skip_train_iteration_range")
-def _skipped_iterations(config: Sections) -> Problems:
-    try:
-        parse_iterations(config.training.skip_train_iteration_range or ())
-    except ValueError as error:
-        yield f"--skip-train-iteration-range: {error}"
-
-
 @check("curriculum_learning", "seq_length")
 def _curriculum(config: Sections) -> Problems:
     if not config.training.curriculum_learning:
         return
-    try:
-        lengths = [length for _, length in parse_curriculum(config.training.curriculum_learning)]
-    except ValueError as error:
-        yield f"curriculum_learning: {error}"
-        return
+    lengths = [length for _, length in parse_curriculum(config.training.curriculum_learning)]
     if max(lengths) > config.model.seq_length:
         yield (
             f"curriculum_learning reaches {max(lengths)} tokens, but --seq-length is "
@@ -158,17 +147,11 @@ def _curriculum(config: Sections) -> Problems:
             f"parallelism need multiples of {multiple_of}: use a difficulty_step and a "
             "min_difficulty that are such multiples"
         )
-    for wrong, flag in (
-        (config.data.data_packing != "concat", f"--data-packing {config.data.data_packing}"),
-        (config.kernels.cuda_graph_impl is not None, "--cuda-graph-impl"),
-        (config.batch.step_batch_size_schedule, "--step-batch-size-schedule, which counts tokens"),
-        (
-            context > 1 and config.model.attention_dropout,
-            f"--attention-dropout {config.model.attention_dropout} with context parallelism",
-        ),
-    ):
-        if wrong:
-            yield f"curriculum_learning does not work with {flag}: use one of them"
+    if context > 1 and config.model.attention_dropout:
+        yield (
+            f"curriculum_learning does not work with {config.written('attention_dropout')} and "
+            "context parallelism: use one of them"
+        )
 
 
 def _units(config: Sections, prefix: str) -> list[str]:
@@ -215,11 +198,6 @@ def _weight_decay(config: Sections) -> Problems:
             "--weight-decay-incr-style linear or cosine; with constant only --weight-decay has an "
             "effect"
         )
-    if style != "constant" and optimizer.weight_decay_schedule is not None:
-        yield (
-            f"--weight-decay-incr-style {style} and --weight-decay-schedule contradict each other: "
-            "choose one"
-        )
 
 
 @check()
@@ -233,18 +211,9 @@ def _schedules(config: Sections) -> Problems:
     limit = config.training.walltime
     if limit not in (None, "none") and not duration_s(limit or ""):
         yield f"--walltime {limit}: give D-HH:MM:SS, HH:MM:SS, MM:SS, minutes or none"
-    try:
-        norm_limits(config.optimizer.clip_grad_by_kind)
-    except ValueError as error:
-        yield f"--clip-grad-by-kind: {error}"
-    for name in PHASED:
-        flag = f"--{name.replace('_', '-')}"
-        try:
-            phases = [] if config.get(name) is None else parse_phases(config.get(name))
-        except ValueError as error:
-            yield f"{flag}: {error}"
-            continue
-        for phase in phases if name != "lr_schedule" else ():
+    for name in PHASED[1:]:  # --lr-schedule may have all shapes
+        flag = all_options()[name].flag
+        for phase in parse_phases(config.get(name) or "constant"):
             ends = [value for which, value in phase.numbers.items() if which in ("from", "to")]
             if phase.shape == "power":
                 yield f"{flag}: the shape power is for --lr-schedule"
@@ -284,15 +253,6 @@ def _decoupled_rate(config: Sections) -> Problems:
         )
 
 
-@check("norm_implementation")
-def _norms(config: Sections) -> Problems:
-    if config.kernels.norm_implementation == "fused" and not config.kernels.persist_layer_norm:
-        yield (
-            "--norm-implementation fused and --no-persist-layer-norm contradict each other: choose "
-            "one"
-        )
-
-
 RATE_SCHEDULE = ("lr_decay", "lr_warmup", "lr_wsd", "lr_schedule")
 """Prefixes of the settings that shape the learning rate."""
 
@@ -329,7 +289,6 @@ def _captured_passes(config: Sections) -> Problems:
     if kernels.cuda_graph_impl is None:
         return
     masks = "a replay would repeat the masks, which come from torch's generator"
-    documents = "the division into documents determines which kernels run"
     narrow = config.precision.dtype_name != "float32"
     unfused = kernels.attention_backend in ("unfused", "local")
     torch_drops = model.attention_dropout and not unfused
@@ -354,18 +313,11 @@ def _captured_passes(config: Sections) -> Problems:
             f"with dropout {masks}",
             "--hidden-dropout 0.0",
         ),
-        (packed, "data_packing", documents, "--data-packing concat"),
         (
             config.data.reset_attention_mask and not packed,
             "reset_attention_mask",
-            documents,
+            "the division into documents determines which kernels run",
             "--no-reset-attention-mask",
-        ),
-        (
-            model.num_experts is not None,
-            "num_experts",
-            "the host reads how many tokens each expert gets",
-            "",
         ),
         (
             config.engine.zero_stage > 1,
@@ -384,5 +336,5 @@ def _captured_passes(config: Sections) -> Problems:
             yield (
                 f"{config.written(name)} does not work with "
                 f"--cuda-graph-impl {kernels.cuda_graph_impl}: {reason}. Use "
-                f"{instead and instead + ', or '}--cuda-graph-impl none"
+                f"{instead}, or --cuda-graph-impl none"
             )

@@ -28,7 +28,7 @@ CONFLICTS = [
     (names.split(), reason)
     for names, _, reason in (line.partition(": ") for line in _rules("CONFLICTS"))
 ]
-"""Groups of settings of which at most one may be chosen, with the reason where it is not plain."""
+"""Groups of settings, or NAME=VALUE, of which at most one may be chosen; with reasons if any."""
 ASCENDING = [line.split() for line in _rules("ASCENDING")]
 """Pairs of settings of which the first must not be greater than the second."""
 NEEDED = _rules("NEEDED")
@@ -37,17 +37,24 @@ have their defaults.
 """
 
 
+def _term(word: str) -> tuple[str, Any]:
+    """Return the setting and the value in NAME=VALUE; None if there is only a NAME."""
+    name, _, text = word.partition("=")
+    return name, all_options()[name].parse([text]) if text else None
+
+
+def _met(name: str, value: Any, actual: Any) -> bool:
+    """Return whether a setting has the value; for None, whether it is on, and not by default."""
+    if value is None:
+        return bool(actual) and actual != all_options()[name].default
+    return bool(actual == value)
+
+
 def _needed() -> Iterator[tuple[str, Any, list[str]]]:
     """Yield a setting, the value it must have (None: any), and the settings that need it."""
     for line in NEEDED:
         rule, *names = line.split()
-        needed, _, word = rule.partition("=")
-        yield needed, all_options()[needed].parse([word]) if word else None, names
-
-
-def _met(name: str, value: Any, actual: Any) -> bool:
-    """Return whether a setting has the value; for None, whether it has one and not its default."""
-    return actual not in (None, all_options()[name].default) if value is None else actual == value
+        yield *_term(rule), names
 
 
 def unneeded(values: Mapping[str, Any]) -> set[str]:
@@ -83,7 +90,8 @@ def validate(settings: Settings) -> None:
         piece_problems(config.kernels.cuda_graph_impl, settings.pieces, settings.explicit)
     )
     for names, reason in CONFLICTS:
-        chosen = [name for name in names if values[name]]
+        terms = map(_term, names)
+        chosen = [name for name, value in terms if _met(name, value, values[name])]
         if len(chosen) > 1 and bad.isdisjoint(chosen):
             remedy = f"{reason}; leave one of them out" if reason else "choose one"
             add(f"{' and '.join(map(config.written, chosen))} contradict each other: {remedy}")

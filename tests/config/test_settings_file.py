@@ -213,11 +213,11 @@ lr_decay_tokens = 999 => --lr-decay-iters 50
 lr_warmup_iters = 5 => --lr-warmup-fraction 0.1
 lr_warmup_samples = 5 => --lr-warmup-iters 3
 lr_wsd_decay_iters = 5 => --lr-wsd-decay-samples 9
-lr_schedule = "1e-3" => --lr-warmup-iters 3
-lr_schedule = "1e-3" => --lr-decay-style linear
-lr_warmup_fraction = 0.1 => --lr-schedule 1e-3
-weight_decay_incr_style = "linear" => --weight-decay-schedule 0.1
-weight_decay_schedule = "0.1" => --weight-decay-incr-style linear
+lr_schedule = "cosine" => --lr-warmup-iters 3
+lr_schedule = "cosine" => --lr-decay-style linear
+lr_warmup_fraction = 0.1 => --lr-schedule cosine
+weight_decay_incr_style = "linear" => --weight-decay-schedule constant
+weight_decay_schedule = "constant" => --weight-decay-incr-style linear
 rampup_batch_size = [2, 2, 8] => --step-batch-size-schedule 0:2,9:4
 global_batch_size = 8 => --step-batch-size-schedule 0:2,9:4
 geglu = true => --squared-relu

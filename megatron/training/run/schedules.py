@@ -145,7 +145,7 @@ class LengthSchedule:
     @classmethod
     def from_config(cls, config: Config) -> LengthSchedule:
         entries = config.training.curriculum_learning
-        return cls(parse_curriculum(entries) if entries else ((1, config.model.seq_length),))
+        return cls(parse_curriculum(entries) or ((1, config.model.seq_length),))
 
     def at(self, iteration: int) -> int:
         return self.changes[bisect.bisect_right(self.changes, (iteration, sys.maxsize)) - 1][1]
