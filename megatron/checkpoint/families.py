@@ -247,8 +247,11 @@ _MEGATRONS = """
     .mlp.dense_h_to_4h         .mlp.dense_h_to_4h
     .mlp.dense_4h_to_h         .mlp.dense_4h_to_h
     """
-_EXPERTS_ALONE = _GROUPED | {"moe_ffn_hidden_size": "intermediate_size"}
-_EXPERTS_TOO = _GROUPED | {"moe_ffn_hidden_size": "moe_intermediate_size"}
+_ROUTED = _GROUPED | pairs("num_experts=num_experts moe_router_topk=num_experts_per_tok")
+_EXPERTS_ALONE = _ROUTED | {"moe_ffn_hidden_size": "intermediate_size"}
+_EXPERTS_TOO = _ROUTED | {"moe_ffn_hidden_size": "moe_intermediate_size"}
+_LOCAL_EXPERTS = _EXPERTS_ALONE | {"num_experts": "num_local_experts"}
+_MANY_EXPERTS = _EXPERTS_TOO | {"num_experts": "n_routed_experts"}
 _GEMMA = _values("apply_layernorm_1p=true swiglu=false geglu=true norm_position=both")
 _GEMMA_USUAL = _NO_BIAS | _values(
     "num_key_value_heads=4 head_dim=256 tie_word_embeddings=true "
@@ -320,7 +323,7 @@ def _deepseek(
     return Family(
         architecture,
         {**_GATED, **_values("multi_latent_attention=true qk_layernorm=true"), **settings},
-        _EXPERTS_TOO
+        _MANY_EXPERTS
         | pairs(
             "q_lora_rank=q_lora_rank kv_lora_rank=kv_lora_rank qk_head_dim=qk_nope_head_dim "
             "qk_pos_emb_head_dim=qk_rope_head_dim v_head_dim=v_head_dim"
@@ -378,7 +381,7 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": _llama(
         "MistralForCausalLM",
         {},
-        (rules.WINDOW_OF_ALL,),
+        (rules.windows(),),
         _values("num_key_value_heads=8 sliding_window=4096"),
     ),
     "qwen2": _llama(
@@ -404,7 +407,7 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": _llama(
         "MixtralForCausalLM",
         {},
-        (rules.WINDOW_OF_ALL, rules.experts("num_local_experts", None)),
+        (rules.windows(),),
         _values(
             "num_key_value_heads=8 rope_theta=1e6 sliding_window=null "
             "num_experts_per_tok=2 num_local_experts=8"
@@ -418,7 +421,7 @@ FAMILIES: Mapping[str, Family] = {
             .mlp.experts.dense_4h_to_h  .experts.{}.w2 by_expert
             """,
         ),
-        _EXPERTS_ALONE,
+        _LOCAL_EXPERTS,
         # transformers applies this noise to the inputs of the experts, too; no setting of ours does
         {**_SILU, "router_jitter_noise": 0.0},
         {"num_local_experts": "num_experts"},
@@ -426,7 +429,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmoe": _llama(
         "OlmoeForCausalLM",
         _values("qk_layernorm=true qk_layernorm_over=all"),
-        (rules.experts("num_experts"), rules.biases()),
+        (rules.NORMALISED, rules.biases()),
         _values("norm_topk_prob=false num_experts_per_tok=8 num_experts=64 clip_qkv=null")
         | _NO_BIAS,
         _LLAMA_MODULES | _QK_NORMS | _EXPERT_MODULES,
@@ -437,8 +440,8 @@ FAMILIES: Mapping[str, Family] = {
         "Qwen3MoeForCausalLM",
         {"qk_layernorm": True},
         (
-            rules.WINDOW_IF_USED,
-            rules.experts("num_experts"),
+            rules.windows(switched=True),
+            rules.NORMALISED,
             rules.LAYERS_WITH_EXPERTS,
             rules.biases(),
         ),
@@ -455,7 +458,7 @@ FAMILIES: Mapping[str, Family] = {
         {"moe_shared_expert_gate": True},
         (
             rules.WINDOW_OF_FIRST,
-            rules.experts("num_experts"),
+            rules.NORMALISED,
             rules.LAYERS_WITH_EXPERTS,
             rules.biases(of_attention="qkv_bias", kind="qkv"),
         ),
@@ -473,7 +476,7 @@ FAMILIES: Mapping[str, Family] = {
         ),
         (
             rules.LINEAR_ATTENTION,
-            rules.experts("num_experts"),
+            rules.NORMALISED,
             rules.LAYERS_WITH_EXPERTS,
             rules.biases(),
         ),
@@ -512,7 +515,6 @@ FAMILIES: Mapping[str, Family] = {
         ),
         (
             rules.window_except(2),
-            rules.experts("num_local_experts", None),
             rules.biases(of_mlp=True),
             rules.NAMES_OF_GPT_OSS,
         ),
@@ -533,7 +535,7 @@ FAMILIES: Mapping[str, Family] = {
             .mlp.experts.dense_4h_to_h.bias    .mlp.experts.down_proj_bias[{}] by_expert
             """,
         ),
-        _EXPERTS_ALONE | {"activation_func_clamp_value": "swiglu_limit"},
+        _LOCAL_EXPERTS | {"activation_func_clamp_value": "swiglu_limit"},
         {**_SILU, "swiglu_alpha": 1.702},
         {"num_local_experts": "num_experts"},
         rules.rope(
@@ -580,7 +582,7 @@ FAMILIES: Mapping[str, Family] = {
             "norm_topk_prob=true num_nextn_predict_layers=null"
         ),
         _LLAMA_MODULES | _QK_NORMS | _ROUTED_EXPERTS,
-        _EXPERTS_TOO | {"qk_layernorm": "use_qk_norm"},
+        _MANY_EXPERTS | {"qk_layernorm": "use_qk_norm"},
         rope=rules.rope(share="partial_rotary_factor"),
         unread=_LAYERS_AFTER_ALL,
     ),
@@ -648,7 +650,7 @@ FAMILIES: Mapping[str, Family] = {
     "smollm3": _llama(
         "SmolLM3ForCausalLM",
         {},
-        (rules.biases("mlp_bias"), rules.LAYERS_WITHOUT_ROPE),
+        (rules.biases("mlp_bias"), rules.LAYERS_WITHOUT_ROPE, rules.WINDOW_WITHOUT_ROPE),
         _NO_BIASES
         | _values(
             "num_key_value_heads=4 rope_theta=2e6 use_sliding_window=false "
@@ -669,7 +671,7 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": _llama(
         "Phi3ForCausalLM",
         {},
-        (rules.WINDOW_OF_ALL, rules.dropout("resid_pdrop", "embd_pdrop")),
+        (rules.windows(), rules.dropout("resid_pdrop", "embd_pdrop")),
         _values(
             "sliding_window=null resid_pdrop=0.0 embd_pdrop=0.0 "
             "original_max_position_embeddings=4096 partial_rotary_factor=1.0"
@@ -688,7 +690,7 @@ FAMILIES: Mapping[str, Family] = {
         "Starcoder2ForCausalLM",
         _values("normalization=layernorm swiglu=false"),
         (
-            rules.WINDOW_OF_ALL,
+            rules.windows(),
             rules.gelu("hidden_act"),
             rules.dropout("residual_dropout", "embedding_dropout"),
         ),
@@ -721,14 +723,7 @@ FAMILIES: Mapping[str, Family] = {
             rules.TIED,
             rules.gelu("hidden_act"),
             rules.rope("rotary_emb_base", "rotary_pct"),
-            Rule(
-                lambda f: {
-                    "parallel_residual": "two_norms"
-                    if rules.flag(f, "use_parallel_residual")
-                    else None
-                },
-                lambda m: {"use_parallel_residual": m.parallel_residual == "two_norms"},
-            ),
+            rules.switch("use_parallel_residual", "parallel_residual", "two_norms", None),
             rules.biases(of_mlp=True),
         ),
         _values("attention_dropout=0.0 hidden_dropout=0.0 layer_norm_eps=1e-5")
@@ -744,7 +739,7 @@ FAMILIES: Mapping[str, Family] = {
         _values("position_embedding_type=alibi embedding_layernorm=true"),
         pairs(
             "num_layers=n_layer hidden_size=hidden_size num_attention_heads=n_head "
-            "vocab_size=vocab_size layernorm_epsilon=layer_norm_epsilon "
+            "vocab_size=vocab_size seq_length=seq_length layernorm_epsilon=layer_norm_epsilon "
             "attention_dropout=attention_dropout hidden_dropout=hidden_dropout "
             "apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm"
         ),
@@ -760,7 +755,7 @@ FAMILIES: Mapping[str, Family] = {
             """,
         )
         | _modules("transformer.h.{}", _MEGATRONS),
-        (rules.TIED, rules.LENGTH),
+        (rules.TIED,),
         _values(
             "attention_dropout=0.0 hidden_dropout=0.0 layer_norm_epsilon=1e-5 "
             "apply_residual_connection_post_layernorm=false tie_word_embeddings=true "

@@ -93,13 +93,25 @@ def check_type(name: str, hf_name: str, fields: Fields) -> None:
     elif "bool" in kind:
         flag(fields, hf_name)
     else:
-        _number(fields, hf_name, float if "float" in kind else int)
+        number = _number(fields, hf_name, float if "float" in kind else int)
+        if name == "num_experts":
+            most = _MOST_EXPERTS // len(_layers(fields))
+            if not 2 <= number <= most:
+                raise ValueError(f"{hf_name} is {number}, expected a number from 2 to {most}")
 
 
-TIED = Rule(
-    lambda f: {"untie_embeddings_and_output_weights": not flag(f, "tie_word_embeddings")},
-    lambda m: {"tie_word_embeddings": not m.untie_embeddings_and_output_weights},
-)
+def switch(name: str, setting: str, on: object, off: object) -> Rule:
+    """Return the rule for a field that is true if a setting is `on`, and false if it is `off`."""
+    return Rule(
+        lambda f: {setting: on if flag(f, name) else off},
+        lambda m: {name: getattr(m, setting) == on},
+    )
+
+
+TIED = switch("tie_word_embeddings", "untie_embeddings_and_output_weights", False, True)
+# Whether the weights of the chosen experts add up to one. (A softmax over all experts, divided by
+# its sum over the chosen ones, is a softmax over the chosen ones.)
+NORMALISED = switch("norm_topk_prob", "moe_router_pre_softmax", False, True)
 
 
 def gelu(name: str) -> Rule:
@@ -304,24 +316,23 @@ _LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 def _layer_types(
-    fields: Fields, usual: Callable[[int], bool], kinds: tuple[str, str] = _LAYER_TYPES
+    fields: Fields, usual: list[bool], kinds: tuple[str, str] = _LAYER_TYPES
 ) -> list[bool]:
     """Return which layers are of the first kind, by default those that have a window.
 
     According to layer_types or, if it is null, to `usual`.
     """
-    layers = _layers(fields)
     types = fields["layer_types"]
     if types is None:
-        return list(map(usual, layers))
+        return usual
     if (
         not isinstance(types, list)
-        or len(types) != len(layers)
+        or len(types) != len(usual)
         or any(t not in kinds for t in types)
     ):
         raise ValueError(
             f"layer_types does not have one of {', '.join(kinds)} for each layer: "
-            f"num_hidden_layers is {len(layers)}"
+            f"num_hidden_layers is {len(usual)}"
         )
     if _LAYER_TYPES[0] in types and not fields["sliding_window"]:
         raise ValueError(
@@ -330,68 +341,69 @@ def _layer_types(
     return [kind == kinds[0] for kind in types]
 
 
-def _window_size(model: ModelConfig) -> Values:
-    """Return the field for the window size, which includes the token itself."""
-    sizes = [size for size in windows_of(model) if size is not None]
-    return {"sliding_window": sizes[0] + 1 if sizes else None}
+def _all_but(fields: Fields, every: int | str) -> list[bool]:
+    """Return false for every N-th layer and true for others; `every` is N, or its field's name."""
+    n = every if isinstance(every, int) else _positive(fields, every, int)
+    return [(layer + 1) % n != 0 for layer in _layers(fields)]
 
 
-def _windows_by_layer(model: ModelConfig) -> Values:
-    names = [_LAYER_TYPES[size is None] for size in windows_of(model)]
-    return {**_window_size(model), "layer_types": names}
+def windows(usual: Callable[[Fields], list[bool]] | None = None, switched: bool = False) -> Rule:
+    """Return the rule for attention windows.
 
-
-WINDOW_OF_ALL = Rule(lambda f: _window(f["sliding_window"], [True]), _window_size)
-
-
-def _window_by_layer(windowed: Callable[[int, int], bool]) -> Rule:
-    """Return the rule for a window in some layers.
-
-    If layer_types is null, `windowed(layer, max_window_layers)` says whether a layer has the
-    window.
+    usual      returns which layers have the window if layer_types is null; None: all layers have
+               it, and there is no such field
+    switched   whether use_sliding_window must be true for windows
     """
 
-    def write(model: ModelConfig) -> Values:
-        without = [size is None for size in windows_of(model)]
-        return {
-            "use_sliding_window": not all(without),
-            "max_window_layers": [*without, False].index(False),
-            **_windows_by_layer(model),
-        }
-
     def read(fields: Fields) -> Values:
-        used = flag(fields, "use_sliding_window")
-        fields = fields if used else {**fields, "sliding_window": None}
-        most = _number(fields, "max_window_layers", int)
-        types = _layer_types(fields, lambda layer: used and windowed(layer, most))
-        return _window(fields["sliding_window"], types)
+        size = fields["sliding_window"]
+        if switched and not flag(fields, "use_sliding_window"):
+            size = None
+        if usual is None:
+            return _window(size, [True])
+        return _window(size, _layer_types({**fields, "sliding_window": size}, usual(fields)))
+
+    def write(model: ModelConfig) -> Values:
+        sizes = windows_of(model)
+        fields: Values = {"sliding_window": next((n + 1 for n in sizes if n is not None), None)}
+        if usual is not None:
+            fields["layer_types"] = [_LAYER_TYPES[size is None] for size in sizes]
+        if switched:
+            fields["use_sliding_window"] = fields["sliding_window"] is not None
+        return fields
 
     return Rule(read, write)
 
 
-WINDOW_OF_LAST = _window_by_layer(lambda layer, most: layer >= most)
-WINDOW_OF_FIRST = _window_by_layer(lambda layer, most: layer % 2 == 0 and layer < most)
-
-
 def window_except(every: int | str) -> Rule:
-    """Return the rule for a window in all layers but those that layer_types names.
+    """Return the rule for a window in all layers but every N-th one: N, or the field with N."""
+    return windows(lambda fields: _all_but(fields, every))
 
-    every   if it is null, every N-th layer has no window: N, or the name of the field with N
-    """
 
-    def read(fields: Fields) -> Values:
-        n = every if isinstance(every, int) else _positive(fields, every, int)
-        return _window(fields["sliding_window"], _layer_types(fields, lambda i: (i + 1) % n != 0))
+def _window_by_number(windowed: Callable[[int, int], bool]) -> Rule:
+    """Return the rule for a window where `windowed(layer, max_window_layers)` is true."""
 
-    return Rule(read, _windows_by_layer)
+    def usual(fields: Fields) -> list[bool]:
+        most = _number(fields, "max_window_layers", int)
+        return [windowed(layer, most) for layer in _layers(fields)]
+
+    def write(model: ModelConfig) -> Values:
+        without = [size is None for size in windows_of(model)]
+        return {**rule.write(model), "max_window_layers": [*without, False].index(False)}
+
+    rule = windows(usual, switched=True)
+    return Rule(rule.read, write)
+
+
+WINDOW_OF_LAST = _window_by_number(lambda layer, most: layer >= most)
+WINDOW_OF_FIRST = _window_by_number(lambda layer, most: layer % 2 == 0 and layer < most)
 
 
 _LINEAR_TYPES = ("linear_attention", "full_attention")
 
 
 def _linear_attention(fields: Fields) -> Values:
-    every = _positive(fields, "full_attention_interval", int)
-    linear = _layer_types(fields, lambda i: (i + 1) % every != 0, _LINEAR_TYPES)
+    linear = _layer_types(fields, _all_but(fields, "full_attention_interval"), _LINEAR_TYPES)
     if not any(linear):
         raise ValueError(f"layer_types has no {_LINEAR_TYPES[0]}: it is another family's model")
     return {
@@ -423,79 +435,42 @@ def _names_of_gpt_oss(fields: Fields) -> Values:
 NAMES_OF_GPT_OSS = Rule(_names_of_gpt_oss, lambda m: {})  # fields that repeat others
 
 
-def _layers_without_rope(fields: Fields) -> Values:
-    layers = _layers(fields)
-    turned = fields["no_rope_layers"]  # 1 for layers with RoPE
-    if turned is None:
-        every = _positive(fields, "no_rope_layer_interval", int)
-        turned = [int((layer + 1) % every != 0) for layer in layers]
-    if not isinstance(turned, list) or len(turned) != len(layers) or not set(turned) <= {0, 1}:
+def _rotated(fields: Fields) -> list[bool]:
+    """Return which layers have RoPE."""
+    rotated = fields["no_rope_layers"]  # 1 for layers with RoPE
+    if rotated is None:
+        return _all_but(fields, "no_rope_layer_interval")
+    layers = len(_layers(fields))
+    if not isinstance(rotated, list) or len(rotated) != layers or not set(rotated) <= {0, 1}:
         raise ValueError(
-            f"no_rope_layers is {turned!r:.60}, expected 0 or 1 for each of num_hidden_layers "
-            f"{len(layers)}"
+            f"no_rope_layers is {rotated!r:.60}, expected 0 or 1 for each of num_hidden_layers "
+            f"{layers}"
         )
-    used = flag(fields, "use_sliding_window")
-    size = fields["sliding_window"] if used else None
-    by_rope = _layer_types(
-        {**fields, "sliding_window": size}, lambda layer: size is not None and not turned[layer]
-    )
-    values = _window(size, by_rope)
-    return values if all(turned) else {**values, "no_rope_freq": tuple(1 - t for t in turned)}
+    return list(map(bool, rotated))
 
 
-LAYERS_WITHOUT_ROPE = Rule(  # SmolLM3: windows are in these layers, unless layer_types differs
-    _layers_without_rope,
+LAYERS_WITHOUT_ROPE = Rule(
+    lambda f: {} if all(_rotated(f)) else {"no_rope_freq": tuple(int(not r) for r in _rotated(f))},
     lambda m: {
         "no_rope_layers": [
             int(m.layer_kind(layer).position_embedding_type == "rope")
             for layer in range(m.num_layers)
-        ],
-        "use_sliding_window": any(size is not None for size in windows_of(m)),
-        **_windows_by_layer(m),
+        ]
     },
 )
-
-
-def experts(count: str, normalised: str | None = "norm_topk_prob") -> Rule:
-    """Return the rule for experts and their router.
-
-    count        name of the field with the number of experts
-    normalised   name of the field that is true if the weights of the chosen experts add up to one;
-                 None: they always do. (A softmax over all experts, divided by its sum over the
-                 chosen ones, is a softmax over the chosen ones)
-    """
-
-    def read(fields: Fields) -> Values:
-        experts = _number(fields, count, int)
-        most = _MOST_EXPERTS // max(len(_layers(fields)), 1)
-        if not 2 <= experts <= most:
-            raise ValueError(f"{count} is {experts}, expected a number from 2 to {most}")
-        over_all = normalised is not None and not flag(fields, normalised)
-        return {
-            "num_experts": experts,
-            "moe_router_topk": _number(fields, "num_experts_per_tok", int),
-            "moe_router_pre_softmax": over_all,
-        }
-
-    def write(model: ModelConfig) -> Values:
-        fields = {count: model.num_experts, "num_experts_per_tok": model.moe_router_topk}
-        if normalised is not None:
-            fields[normalised] = not model.moe_router_pre_softmax
-        return fields
-
-    return Rule(read, write)
+WINDOW_WITHOUT_ROPE = windows(lambda f: [not r for r in _rotated(f)], switched=True)  # SmolLM3
 
 
 def _layers_with_experts(fields: Fields) -> Values:
     dense = fields["mlp_only_layers"] or []
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
         raise ValueError(f"mlp_only_layers is {dense!r:.60}, expected a list of layer numbers")
-    step = _positive(fields, "decoder_sparse_step", int)
-    which = [int(layer not in dense and (layer + 1) % step == 0) for layer in _layers(fields)]
+    skipped = _all_but(fields, "decoder_sparse_step")
+    which = [int(layer not in dense and not skip) for layer, skip in enumerate(skipped)]
     if not any(which):
         raise ValueError(
-            f"mlp_only_layers and decoder_sparse_step {step} leave no layer of num_hidden_layers "
-            f"{len(which)} for experts"
+            f"mlp_only_layers and decoder_sparse_step {fields['decoder_sparse_step']} leave no layer "
+            f"of num_hidden_layers {len(which)} for experts"
         )
     return {"moe_layer_freq": (1,) if all(which) else tuple(which)}
 
@@ -518,9 +493,8 @@ def routed_experts(score: str) -> Rule:
     sigmoid = score == "sigmoid"
 
     def read(fields: Fields) -> Values:
-        experts = _number(fields, "n_routed_experts", int)
         layers = len(_layers(fields))
-        topk = _positive(fields, "num_experts_per_tok", int)
+        topk = fields["num_experts_per_tok"]
         dense = min(_number(fields, "first_k_dense_replace", int), layers)
         if dense == layers:
             raise ValueError(
@@ -528,8 +502,6 @@ def routed_experts(score: str) -> Rule:
             )
         shared = _positive(fields, "n_shared_experts", int)
         method = "noaux_tc" if sigmoid else fields["topk_method"]
-        if not 2 <= experts <= _MOST_EXPERTS // layers:
-            raise unsupported("n_routed_experts", experts)
         if sigmoid and flag(fields, "norm_topk_prob") != (topk > 1):
             raise ValueError(
                 f"norm_topk_prob {fields['norm_topk_prob']} with num_experts_per_tok {topk} is not "
@@ -538,8 +510,6 @@ def routed_experts(score: str) -> Rule:
         if method not in ("noaux_tc", "greedy", "group_limited_greedy"):
             raise unsupported("topk_method", method)
         values = {
-            "num_experts": experts,
-            "moe_router_topk": topk,
             "moe_router_topk_scaling_factor": _positive(fields, "routed_scaling_factor"),
             "moe_shared_expert_intermediate_size": shared
             * _positive(fields, "moe_intermediate_size", int),
@@ -558,8 +528,6 @@ def routed_experts(score: str) -> Rule:
         shared = model.moe_shared_expert_intermediate_size or 0
         sparse = list(map(model.has_experts, range(model.num_layers)))
         fields: Values = {
-            "n_routed_experts": model.num_experts,
-            "num_experts_per_tok": model.moe_router_topk,
             "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
             "n_shared_experts": shared // (model.moe_ffn_hidden_size or 1),
             "first_k_dense_replace": sparse.index(True) if any(sparse) else model.num_layers,
@@ -590,10 +558,6 @@ def _latent(fields: Fields) -> Values:
 LATENT = Rule(
     _latent, lambda m: {}
 )  # two derived sizes; in transformers norms of latents have 1e-6
-WINDOW_IF_USED = Rule(
-    lambda f: _window(f["sliding_window"], [True]) if flag(f, "use_sliding_window") else {},
-    lambda m: {"use_sliding_window": m.window_size is not None, **_window_size(m)},
-)
 
 
 def _scales(fields: Fields) -> Values:
@@ -609,10 +573,6 @@ SCALES = Rule(  # Gemma: query_pre_attn_scalar for scores, root of the hidden si
         if m.softmax_scale is None
         else round(m.softmax_scale**-2)
     },
-)
-LENGTH = Rule(  # positions are neither learned nor scaled: seq_length does not change the model
-    lambda f: {"seq_length": _number(f, "seq_length", int)},
-    lambda m: {"seq_length": m.seq_length},
 )
 
 

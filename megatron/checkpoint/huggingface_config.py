@@ -131,8 +131,6 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
         **family.fields,
         "window_size": "sliding_window",
         "rotary_percent": "partial_rotary_factor",
-        "moe_router_topk": "num_experts_per_tok",
-        "num_experts": "n_routed_experts" if "n_routed_experts" in fields else "num_experts",
         "moe_router_num_groups": "n_group",
         "moe_router_group_topk": "topk_group",
     }
