@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 
 from megatron.config import Config
+from megatron.config.command_line import settings_flags
 from megatron.config.flags_of_others import changes_model
 from megatron.config.model import ACTIVATIONS, ModelConfig
 from megatron.config.option import Option, options_of
-from megatron.config.translate import DIRECT
 from megatron.config.validate import unneeded
 from megatron.errors import CheckpointError, ConfigError
 from megatron.untrusted import is_count
@@ -43,7 +43,12 @@ _UNSUPPORTED = (
     ("attention_output_gate", (None, False)),
     ("experimental_attention_variant", (None,)),
 )
-_OTHERS = dict.fromkeys(name for name, _ in _UNSUPPORTED)
+_OTHERS = {name for name, _ in _UNSUPPORTED}
+_OF_MODEL = {
+    option.name
+    for option in options_of(ModelConfig)
+    if not option.inert and not option.name.startswith(("num_experts", "moe_"))
+}
 
 
 @dataclass(frozen=True)
@@ -218,38 +223,25 @@ def _of_model(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
     Arguments are named like flags, which the command line reads in the same way.
     """
-
-    def named(spellings: Iterable[str]) -> list[str]:
-        return [spelling.lstrip("-").replace("-", "_") for spelling in spellings]
-
     settings: dict[str, Any] = {}
     unread = []
-    for option in options_of(ModelConfig):
-        if option.inert or option.name.startswith(("num_experts", "moe_")):
-            continue
-        names = [name for name in (option.name, *named(option.flags)) if name not in _OTHERS]
-        present = [name for name in names if arguments.get(name) is not None]
-        switches = dict(zip(named(option.shortcuts), option.shortcuts.values(), strict=True))
-        switched = [value for flag, value in switches.items() if arguments.get(flag) is True]
-        if not present and not switched:
-            continue
-        try:
-            value = switched[0] if switched else _accepted(option, arguments[present[0]])
-        except ValueError:
-            unread.append(f"{present[0]}={arguments[present[0]]!r:.60}")
-            continue
-        if value != option.default:
-            settings[option.name] = value
-    for spelling, direct in DIRECT.items():
-        (name,) = named([spelling])
+    for spelling, flag in settings_flags().items():
+        name = spelling.lstrip("-").replace("-", "_")
         value = arguments.get(name)
-        if (
-            value in (None, False)
-            or not set(direct.settings) <= ModelConfig.__dataclass_fields__.keys()
-        ):
+        option = flag.option
+        if value is None or name in _OTHERS or not _OF_MODEL.issuperset(flag.settings):
             continue
         try:
-            settings = direct.read([str(value)]) | settings
+            if option is None:
+                translated = flag.read([str(value)]) if flag.read and value else {}
+                settings = translated | settings
+            elif spelling in option.shortcuts and value is True:
+                settings[option.name] = flag.value
+            elif (
+                spelling in option.flags
+                and (accepted := _accepted(option, value)) != option.default
+            ):
+                settings.setdefault(option.name, accepted)
         except (ConfigError, ValueError):
             unread.append(f"{name}={value!r:.60}")
     return settings, unread
