@@ -51,7 +51,7 @@ LIGHT = (
     "megatron.jobs.scaling megatron.jobs.runner megatron.jobs.space"
 ).split()
 HELPS = (
-    "plan tune preflight show_recipe show_placement show_schedule report run_experiment "
+    "plan tune preflight show_placement show_schedule report run_experiment "
     "preprocess_data merge_datasets build_corpus train_tokenizer"
 ).split()
 

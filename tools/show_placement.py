@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import itertools
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,51 +35,31 @@ from megatron.planner.cluster import known_clusters, load_cluster
 from megatron.planner.placement import Placement, choose_placement, render_placement
 from megatron.planner.table import Table
 from megatron.training.run.process import as_tool
-from megatron.untrusted import without_waiting
+from megatron.untrusted import write_text
+
+COLUMNS = ("rank", "node", "device", "nic", "tp", "dp", "cp", "ep", "pp", "layers")
 
 
-class RankRow(NamedTuple):
-    """Row of the table for one rank.
-
-    node, device  number of its node, and number of its device within the node
-    nic           name of the device's network card
-    tp, dp, pp    tensor-, data- and pipeline-parallel rank
-    cp, ep        ranks in the context- and expert-parallel groups
-    chunks        layers of each of its chunks, in the order of the model
-    """
-
-    rank: int
-    node: int
-    device: int
-    nic: str
-    tp: int
-    dp: int
-    cp: int
-    ep: int
-    pp: int
-    chunks: tuple[range, ...]
-
-
-def rank_rows(config: Config, placement: Placement) -> Iterator[RankRow]:
-    """Yield node, device, network card, coordinates and layers of every rank of a placement."""
+def rank_rows(config: Config, placement: Placement) -> Iterator[tuple[str, ...]]:
+    """Yield COLUMNS of every rank: location, coordinates, and layers of each of its chunks."""
     parallel = config.parallel
     cluster = placement.cluster
+    layout = placement.layout
     layers = assign_layers(config.model.num_layers, parallel.num_stages, parallel.pipeline_layout)
     chunks = [
-        tuple(layers[stage] for stage in stages_of_rank(config, rank))
+        " ".join(
+            f"{layers[stage].start}-{layers[stage].stop - 1}"
+            for stage in stages_of_rank(config, rank)
+        )
         for rank in range(parallel.pipeline_model_parallel_size)
     ]
     for rank in range(parallel.world_size):
         node, device = placement.location(rank)
-        layout = placement.layout
         tp, dp, pp = layout.coordinates(rank)
         nic = cluster.nics[cluster.nic_of_device[device]]
         experts = layout.position(rank) // layout.expert_tensor_size % layout.expert
-        indices = dp % layout.context, experts
-        yield RankRow(rank, node, device, nic, tp, dp, *indices, pp, chunks[pp])
-
-
-COLUMNS = (*RankRow._fields[:-1], "layers")
+        indices = map(str, (tp, dp, dp % layout.context, experts, pp))
+        yield (str(rank), str(node), str(device), nic, *indices, chunks[pp])
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -106,24 +86,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def rows_of(config: Config, placement: Placement) -> Iterator[tuple[str, ...]]:
-    """Yield a row of COLUMNS for every rank."""
-    for row in rank_rows(config, placement):
-        yield (
-            *map(str, row[:-1]),
-            " ".join(f"{layers.start}-{layers.stop - 1}" for layers in row.chunks),
-        )
-
-
-def write_table(path: Path, config: Config, placement: Placement) -> None:
-    """Write a row for every rank. Raises ConfigError for a file that cannot be written."""
-    try:
-        with open(path, "w", newline="", encoding="utf-8", opener=without_waiting) as file:
-            csv.writer(file).writerows([COLUMNS, *rows_of(config, placement)])
-    except OSError as error:
-        raise ConfigError(f"--table {path}: {error.strerror}") from error
-
-
 def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
     """Print the placement and its first nodes, and write --table. Raises ConfigError."""
     config = parse_plan(flags, checkpoint=settings_to_take)
@@ -134,10 +96,12 @@ def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
     chosen = choose_placement(config, load_cluster(config.parallel.cluster))
     print(render_placement(config, chosen, width))
     if args.nodes:
-        first = itertools.islice(rows_of(config, chosen), args.nodes * len(chosen.device_order))
+        first = itertools.islice(rank_rows(config, chosen), args.nodes * len(chosen.device_order))
         print(f"\n{Table('', COLUMNS, list(first)).text(width)}")
     if args.table:
-        write_table(args.table, config, chosen)
+        rows = io.StringIO(newline="")
+        csv.writer(rows).writerows([COLUMNS, *rank_rows(config, chosen)])
+        write_text(args.table, rows.getvalue(), choose="another file for --table")
         print(f"\nwrote {args.table}: {config.parallel.world_size} ranks")
 
 

@@ -600,11 +600,12 @@ def check_cost(job: CheckedJob, config: Config) -> None:
     costs = run_costs(config, nodes, progress).at(step.tokens_per_s, progress.consumed_tokens)
     seconds = costs.seconds or 0.0
     hours = costs.node_hours or 0.0
+    job.known["a step"] = step.words
     job.known["the run"] = costs.size
     jobs = f", {math.ceil(seconds / wall_s):,} job(s) of {job.value('time')}" if wall_s else ""
     job.known["it costs"] = (
         f"{seconds / 86400:,.2f} days and {hours:,.0f} node-hours{jobs}: iterations {progress.iteration:,} to "
-        f"{end:,} of {step.seconds:.3g} s (predicted), without starts, saves and the queue"
+        f"{end:,} (predicted), without starts, saves and the queue"
     )
     if (dispatch := dispatch_choice(step)) is not None:
         job.known["dispatch"] = dispatch.words

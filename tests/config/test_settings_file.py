@@ -13,7 +13,6 @@ from megatron.config.settings import all_options, section_of
 from megatron.config.settings_file import render_settings, write_settings, written
 from megatron.errors import ConfigError
 from megatron.untrusted import read_toml
-from tools.show_recipe import RECIPES, name_of
 
 SIZES = dict(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32)
 RUN = """\
@@ -116,7 +115,8 @@ def test_the_number_of_processes_is_the_launchers(tmp_path):
 
 CASES = {
     **{name: ["--preset", name] for name in PRESETS},
-    **{name_of(recipe): recipe.argv() for recipe in RECIPES},
+    "22B of Dash et al.": "--preset gpt-22b --fp16 --make-vocab-size-divisible-by 1024 --world-size 128 "
+    "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7".split(),
     "best fit": "--preset tiny --data-path a --data-packing best-fit --train-samples 9".split(),
     "words": "--preset tiny --loss-scale 0 --fp16 --tokenizer-model é\"\\ --tiktoken-special-tokens <s> '".split(),
 }

@@ -117,7 +117,6 @@ tools/report.py | {f}/run {f}/run --format md --output {f}/report.md | measured
 tools/run_experiment.py | tp --model tiny --values 1,2 --launcher local --cluster {f}/machine.toml --dry-run \
 --out {f}/points | points
 tools/show_placement.py | --cluster {f}/machine.toml --preset tiny --world-size 2 | cluster
-tools/show_recipe.py | --cluster {f}/machine.toml --preset tiny --world-size 2 | cluster
 tools/show_schedule.py | --schedule interleaved --chunks 2 | nothing
 tools/show_schedule.py | --timeline {f}/timeline.json --plot {f}/t.png | timeline
 tools/train_tokenizer.py | --input {f}/e.txt --output {f}/x.model --vocab-size 300 | texts

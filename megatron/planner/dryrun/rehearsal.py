@@ -24,7 +24,7 @@ from megatron.errors import MegatronError
 from megatron.model.formulas import parameters_of
 from megatron.model.gpt import hidden_state
 from megatron.pipeline.orders import SENDS_IN_FLIGHT, group_sizes
-from megatron.pipeline.schedule import build_schedule, clock_missing, moments_of_rank
+from megatron.pipeline.schedule import build_schedule, moments_of_rank
 from megatron.planner.cluster import GIB, Cluster, load_cluster
 from megatron.planner.dryrun.rank import (
     RankProblem,
@@ -370,29 +370,35 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
     print(_heading(config, cluster), flush=True)
     rehearsal = rehearse(config, cluster)
     print(render(rehearsal))
-    lengths = {"train_iters", "train_samples", "train_tokens"}
-    if not rehearsal.findings and lengths & config.explicit.keys():
-        print(_costs(config, cluster))
-        print(f"schedule: {Schedules.from_config(config)}")
+    if not rehearsal.findings:
+        for line in _time_and_cost(config, cluster):
+            print(line)
     for note in (*notes, *config.notices):
         print(f"note: {note}")
     return EXIT_DOES_NOT_RUN if rehearsal.findings else 0
 
 
-def _costs(config: Config, cluster: Cluster | None) -> str:
-    """Describe the cost of the whole run, including its predicted time if the machine is known."""
-    if cluster is None:
-        return f"the whole run: {run_costs(config).size}"
-    if missing := clock_missing():
-        return f"the whole run: {run_costs(config).size}; its time is not predicted: {missing}"
-    predicted = estimate(config, cluster)
-    nodes = -(-config.parallel.world_size // cluster.devices_per_node)
-    costs = run_costs(config, nodes).at(predicted.tokens_per_s)
-    choice = dispatch_choice(predicted)
-    return (
-        f"the whole run: {costs.size}; {costs.time} with steps of {predicted.seconds:.3g} s "
-        "(predicted), without starts, evaluations and saves"
-    ) + ("" if choice is None else f"\n{choice.words}")
+def _time_and_cost(config: Config, cluster: Cluster | None) -> Iterator[str]:
+    """Describe a step on a known machine, and a run of known length with its costs and schedules."""
+    step = None
+    nodes = 1
+    if cluster is not None:
+        nodes = -(-config.parallel.world_size // cluster.devices_per_node)
+        try:
+            step = estimate(config, cluster)
+            yield f"a step: {step.words}"
+            if (choice := dispatch_choice(step)) is not None:
+                yield choice.words
+        except MegatronError as problem:
+            yield f"the time of a step is not predicted: {problem}"
+    if {"train_iters", "train_samples", "train_tokens"} & config.explicit.keys():
+        costs = run_costs(config, nodes)
+        time = ""
+        if step is not None:
+            costs = costs.at(step.tokens_per_s)
+            time = f"; {costs.time} (predicted), without starts, evaluations and saves"
+        yield f"the whole run: {costs.size}{time}"
+        yield f"schedule: {Schedules.from_config(config)}"
 
 
 def _heading(config: Config, cluster: Cluster | None) -> str:

@@ -105,6 +105,15 @@ class Estimate:
         return sum(self.breakdown.values())
 
     @property
+    def words(self) -> str:
+        """Return the step's seconds, its MFU if there is a peak, and the share of each part."""
+        mfu = "" if self.mfu is None else f", MFU {100 * self.mfu:.1f} %"
+        parts = (
+            f"{name} {100 * s / self.seconds:.1f} %" for name, s in self.breakdown.items() if s
+        )
+        return f"{self.seconds:.4g} s (predicted){mfu}: {', '.join(parts)}"
+
+    @property
     def devices(self) -> int:
         return self.config.parallel.world_size
 

@@ -77,7 +77,9 @@ def test_a_job_of_known_length_and_machine_has_a_cost(capsys):
     printed = capsys.readouterr().out
     config = parse_plan([word for word in argv if word != "--dry-run"])
     cluster = load_cluster("frontier")
-    node_hours = 2 * 9e7 * estimate(settled(config, cluster), cluster).seconds / 3600
+    seconds = estimate(settled(config, cluster), cluster).seconds
+    assert f"a step: {seconds:.4g} s" in printed and "data-parallel" in printed
+    node_hours = 2 * 9e7 * seconds / 3600
     assert f"{node_hours:,.0f} node-hours" in printed and f"{90_000_000 * 8 * 64:,} " in printed
 
 
