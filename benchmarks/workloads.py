@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shared import ROOT
-from megatron.config.model import ModelConfig
-from megatron.model.formulas import model_flops_per_token, total_parameters
+from megatron.config import Config
+from megatron.model.formulas import ModelSizes
 
 
 @dataclass(frozen=True)
@@ -98,28 +99,27 @@ class WorkloadCase:
         """Tokens of a step."""
         return self.global_batch * self.sequence
 
-    @property
-    def model(self) -> ModelConfig:
-        return ModelConfig(
+    @cached_property
+    def sizes(self) -> ModelSizes:
+        from megatron.model.gpt import model_sizes  # imports torch
+
+        config = Config.create(
             num_layers=self.layers,
             hidden_size=self.hidden,
-            ffn_hidden_size=4 * self.hidden,
             num_attention_heads=self.heads,
-            kv_channels=self.hidden // self.heads,
-            num_key_value_heads=self.heads,
             seq_length=self.sequence,
-            max_position_embeddings=self.sequence,
             vocab_size=self.vocabulary,
         )
+        return model_sizes(config)
 
     @property
     def parameters(self) -> int:
-        return total_parameters(self.model)
+        return self.sizes.parameters()
 
     @property
     def flops(self) -> float:
         """Model FLOPs of a step; attention counts all pairs of positions, as in log and papers."""
-        return model_flops_per_token(self.model) * self.tokens
+        return self.sizes.flops_per_token() * self.tokens
 
 
 AS_THEY_COME = (

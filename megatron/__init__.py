@@ -25,9 +25,8 @@ _PLACES = """
     data.sampler MicroBatch Separation make_micro_batch
     data.datasets Reading build_datasets
     data.tokenizer build_tokenizer
-    model.gpt GPTChunk build_chunks
+    model.gpt GPTChunk build_chunks model_sizes
     model.stages assign_layers
-    model.formulas model_flops_per_token total_parameters
     pipeline.orders Instruction Op
     pipeline.schedule build_schedule
     pipeline.executor Executor

@@ -24,7 +24,7 @@ from megatron.config.pieces import PLAIN, Pieces, load_pieces
 from megatron.config.settings import all_options
 from megatron.engine.optimizer_state import optimizer_state, wants_full_parameters
 from megatron.errors import CheckpointError, ConfigError
-from megatron.model.formulas import parameters_of
+from megatron.model.formulas import ModelSizes
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -163,7 +163,7 @@ def pieces_of_model(
                 f"{where} was trained without a {name} of your own: use it without "
                 f"{user.describe()[name]} in --pieces"
             )
-    return Pieces(layer=user.layer, model=user.model)
+    return user.architecture
 
 
 def check_architecture(stored: dict[str, Any], config: Config, where: str) -> None:
@@ -226,27 +226,19 @@ def check_benchmark(stored: dict[str, Any], config: Config, where: str) -> None:
         )
 
 
-def checkpoint_bytes(config: Config) -> int:
+def checkpoint_bytes(config: Config, sizes: ModelSizes) -> int:
     """Return the size of a checkpoint's tensors in bytes.
 
     A checkpoint has 4 bytes for each weight and, without --no-save-optim, the optimizer's state of
     those that train.
     """
+    total = 4 * sizes.parameters()
     if config.checkpoint.no_save_optim:
-        return 4 * parameters_of(config)
+        return total
     state = optimizer_state(config)
     wants = wants_full_parameters(config)
-    count = trained = parameters_of(config)
-    full_elements = 0
-    if wants is not None or config.model.trains_in_part:
-        from megatron.model.gpt import global_shapes
-
-        sizes = {
-            (name, shape): math.prod(shape)
-            for name, shape in global_shapes(config).items()
-            if config.model.trains(name)
-        }
-        trained = sum(sizes.values())
-        full_elements = sum(n for one, n in sizes.items() if wants is not None and wants(*one))
-    more = (state.of(True).bytes - state.bytes) * full_elements
-    return 4 * count + state.bytes * trained + more
+    for name, shape in sizes.shapes.items():
+        if config.model.trains(name):
+            in_full = wants is not None and wants(name, shape)
+            total += state.of(in_full).bytes * math.prod(shape)
+    return total

@@ -44,6 +44,11 @@ class Pieces:
             )
 
     @property
+    def architecture(self) -> Pieces:
+        """Return the pieces on which the model's parameters depend."""
+        return Pieces(layer=self.layer, model=self.model)
+
+    @property
     def loss_components(self) -> tuple[str, ...]:
         """Return the names of the components of the user's own loss."""
         return tuple(getattr(self.loss, "components", ()))

@@ -29,7 +29,7 @@ from megatron.planner.layout import candidate_of
 from megatron.planner.memory import host_bytes, memory_of_ranks, process_bytes
 from megatron.planner.placement import with_shards_of_node
 from megatron.planner.timing import dispatch_choice, estimate
-from megatron.planner.trace import GPT2_VOCABULARY
+from megatron.planner.trace import GPT2_VOCABULARY, cached_sizes
 from megatron.training.run.process import EXIT_USER_ERROR
 from megatron.training.run.schedules import (
     BatchSchedule,
@@ -538,7 +538,7 @@ def check_saving(job: CheckedJob, config: Config) -> None:
         folder = folder.parent
     if not os.access(folder, os.W_OK):
         job.error("saving", f"--save {save} cannot be written: no write permission in {folder}")
-    size = checkpoint_bytes(config)
+    size = checkpoint_bytes(config, cached_sizes(config))
     free = shutil.disk_usage(folder).free
     job.known["checkpoint"] = f"{size / 1e9:.1f} GB in {save}"
     most = (1 if keep is None else keep) + 1  # the next one is written before the oldest is deleted
@@ -597,7 +597,8 @@ def check_cost(job: CheckedJob, config: Config) -> None:
     step = estimate(config, cluster)
     wall_s = duration_s(job.value("time") or "")
     nodes = max(job.nodes, job.asked_nodes)  # spare nodes are charged, too
-    costs = run_costs(config, nodes, progress).at(step.tokens_per_s, progress.consumed_tokens)
+    costs = run_costs(config, cached_sizes(config), nodes, progress)
+    costs = costs.at(step.tokens_per_s, progress.consumed_tokens)
     seconds = costs.seconds or 0.0
     hours = costs.node_hours or 0.0
     job.known["a step"] = step.words

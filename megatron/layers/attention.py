@@ -83,6 +83,9 @@ class CoreAttention:
             AttentionFeatures.of_layer(config, layer),
         )
         window = model.window(layer)
+        keys = model.seq_length if window is None else min(window + 1, model.seq_length)
+        widths = model.kv_channels + model.value_channels
+        context.core_flops[layer] += 2 * keys * self.heads * widths  # scores, and sums of values
         self.scoring = Scoring(
             model.softmax_scale,
             model.attention_logit_softcapping or 0.0,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -262,6 +262,9 @@ class LayerContext:
     fusions            which operators use the fused kernels; none by default
     experts            state that layers with experts share; None without experts
     adapter            rank and factor of a linear layer's adapter, by name (ModelConfig.adapter)
+    core_flops         forward FLOPs per token of each layer's attention without its projections,
+                       which attention adds: all pairs of a token with the keys of a full sequence
+                       or window count, including those that a causal mask hides
     alibis, rotaries   cached results of alibi() and rotary()
     """
 
@@ -275,6 +278,7 @@ class LayerContext:
     fusions: Fusions = NONE
     experts: Experts | None = None
     adapter: Callable[[str], tuple[int, float] | None] = lambda name: None
+    core_flops: Counter[int] = field(default_factory=Counter)
     alibis: dict[int, Alibi] = field(default_factory=dict)
     rotaries: dict[tuple[int, float, ModelConfig | None], RotaryEmbedding] = field(
         default_factory=dict

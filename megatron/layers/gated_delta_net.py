@@ -143,6 +143,8 @@ class GatedDeltaNet(nn.Module):
         self.key_width = model.linear_key_head_dim
         self.value_width = model.linear_value_head_dim
         self.heads = heads // context.tensor.size
+        # a token's state is read by the key, updated, and read by the query
+        context.core_flops[layer] += 6 * states * self.key_width * self.value_width
         values = self.each * self.value_width
         self.channels = 2 * self.key_width + values  # of a key head
         device = context.parameters.device

@@ -1,24 +1,19 @@
-"""Parameters, FLOPs and message sizes of a GPT, computed from its configuration alone.
-
-The built-in model needs no torch for this; user-defined layers and models do.
+"""Parameters, FLOPs and message sizes of a GPT, from what its layers declare; needs no torch.
 
 Only the operations of matrix products are counted, a multiplication and an addition for each term:
-2 m n k for [m, k] x [k, n]. Norms, activations, softmax and dropout are left out, as in the papers
-whose figures these are compared with.
-
-Letters: h hidden size, f MLP size, n heads, g key and value heads, d head size, s sequence length,
-V vocabulary, L layers, B global batch size.
+2 m n k for [m, k] x [k, n]. Norms, activations, softmax, dropout and convolutions of single
+channels are left out, as in the papers whose figures these are compared with.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from megatron.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import RecomputeConfig
+from megatron.parallel.sharding import kind_of
 
 _TERA = 1e12
 
@@ -44,235 +39,105 @@ _PEAKS = """
 """
 
 
-def layer_matrices(model: ModelConfig, layer: int = 0, active: bool = False) -> int:
-    """Return the number of entries in a layer's weight matrices, routers included.
+@dataclass(frozen=True)
+class ModelSizes:
+    """Parameters of a model and FLOPs of its attention, as its layers declare them.
 
-    A gated MLP has three matrices, another one has two. `active`: count only the experts that a
-    token passes through.
+    They come from model.gpt.model_sizes, which needs torch.
+
+    shapes      global shape of each parameter, by name
+    core_flops  forward FLOPs per token of attention between its projections, by layer
+                (LayerContext.core_flops)
     """
-    h = model.hidden_size
-    n = model.num_attention_heads
-    d = model.kv_channels
-    if model.layer_kind(layer).experimental_attention_variant:
-        states = model.linear_num_value_heads
-        # keys and queries; values, gates and output; betas and decays
-        rows = 2 * model.linear_num_key_heads * model.linear_key_head_dim
-        attention = h * (rows + states * (3 * model.linear_value_head_dim + 2))
-    elif model.multi_latent_attention:
-        rank = model.q_lora_rank
-        latent = model.kv_lora_rank
-        queries = h * n * d if rank is None else rank * (h + n * d)
-        keys = h * (latent + model.qk_pos_emb_head_dim) + latent * n * model.qk_head_dim
-        attention = queries + keys + n * model.v_head_dim * (latent + h)
-    else:
-        # queries, gates and output; keys and values
-        attention = h * d * (model.query_heads + n + 2 * model.num_key_value_heads)
-    return attention + h * _mlp_rows(model, layer, active)
 
+    model: ModelConfig
+    shapes: Mapping[str, tuple[int, ...]]
+    core_flops: Mapping[int, float]
 
-def _attention_vectors(model: ModelConfig, layer: int) -> int:
-    """Return the number of parameters of a layer's attention that are not in matrices."""
-    if model.layer_kind(layer).experimental_attention_variant:
-        keys = 2 * model.linear_num_key_heads * model.linear_key_head_dim
-        states = model.linear_num_value_heads
-        width = model.linear_value_head_dim
-        return (keys + states * width) * model.linear_conv_kernel_dim + 2 * states + width
-    heads = model.num_attention_heads
-    groups = model.num_key_value_heads
-    total = int(model.attention_output_bias) * model.hidden_size
-    total += int(model.softmax_type == "learnable") * heads
-    total += int(model.qkv_bias) * (model.query_heads + 2 * groups) * model.kv_channels
-    if model.qk_layernorm:
-        entries = model.kv_channels
-        entries *= 2 if model.qk_layernorm_over == "head" else heads + groups
-        if model.multi_latent_attention:
-            entries = model.kv_lora_rank + (model.q_lora_rank or 0)
-        total += (2 if model.normalization == "layernorm" else 1) * entries
-    return total
+    def parameters(self, active: bool = False) -> int:
+        """Return the number of parameters of the model; a tied embedding is counted once.
 
+        `active`: count only the experts that a token passes through.
+        """
+        return int(sum(self._entries(name, active) for name in self.shapes))
 
-def _experts(model: ModelConfig, layer: int, active: bool) -> tuple[int, int]:
-    """Return the number of MLPs in a layer, and their width."""
-    if model.num_experts is None or not model.has_experts(layer):
-        return 1, model.ffn_hidden_size
-    assert model.moe_ffn_hidden_size is not None, "it is derived if there are experts"
-    return model.moe_router_topk if active else model.num_experts, model.moe_ffn_hidden_size
+    def _entries(self, name: str, active: bool = True) -> float:
+        entries = math.prod(self.shapes[name])
+        if not active or ".experts." not in name:
+            return entries
+        return entries * self.model.moe_router_topk / (self.model.num_experts or 1)
 
+    def _layer_of(self, name: str) -> int:
+        """Return a parameter's layer: -1 in the embedding, num_layers in the last norm and head."""
+        if name.startswith("layers."):
+            return int(name.split(".")[1])
+        return -1 if name.startswith("embedding.") else self.model.num_layers
 
-def _mlp_rows(model: ModelConfig, layer: int, active: bool) -> int:
-    """Return the number of entries in the matrices of a layer's MLP or experts, divided by h."""
-    count, width = _experts(model, layer, active)
-    width *= count
-    router = 0
-    if model.num_experts is not None and model.has_experts(layer):
-        width += model.moe_shared_expert_intermediate_size or 0
-        router = model.num_experts + int(model.moe_shared_expert_gate)
-    return (3 if model.gated else 2) * width + router
+    def _products(self) -> Iterator[tuple[int, str, float]]:
+        """Yield the layer, the name and the forward FLOPs per token of each weight matrix.
 
+        The output layer follows the last one, and serves each depth of multi-token prediction, too.
+        """
+        model = self.model
+        tied = "" if model.untie_embeddings_and_output_weights else "word_embeddings.weight"
+        for name, shape in self.shapes.items():
+            kind = kind_of(name, shape)
+            layer = self._layer_of(name)
+            uses = 1
+            if not name.startswith("layers."):
+                layer = model.num_layers
+                uses = 1 + model.mtp_num_layers
+            if kind in ("hidden", "output") or (tied and name.endswith(tied)):
+                yield layer, name, 2.0 * uses * self._entries(name)
 
-def total_parameters(model: ModelConfig, active: bool = False) -> int:
-    """Return the number of parameters of the model; a tied embedding is counted once.
+    def flops_per_token(self) -> float:
+        """Return the FLOPs of one token's forward and backward pass, without recomputation.
 
-    `active`: count only the experts that a token passes through.
-    """
-    h = model.hidden_size
-    bias = int(model.add_bias_linear)
-    width = 2 if model.normalization == "layernorm" else 1  # vectors per norm
-    layer = len(model.layer_norms) * width * h
-    words = _vocab(model) * h * (2 if model.untie_embeddings_and_output_weights else 1)
-    learned = model.position_embedding_type == "learned_absolute"
-    total = words + (model.max_position_embeddings * h if learned else 0)
-    total += (2 if model.embedding_layernorm else 1) * width * h
-    total += model.mtp_num_layers * (2 * h * h + 3 * width * h)  # projection and norms
-    for i in range(model.num_layers + model.mtp_num_layers):
-        count, outputs = _experts(model, i, active)
-        biases = count * ((2 if model.gated else 1) * outputs + h)
-        total += layer + layer_matrices(model, i, active) + bias * biases
-        total += _attention_vectors(model, i)
-        if model.num_experts is not None and model.has_experts(i) and model.moe_router_bias:
-            total += model.num_experts
-    total += 2 * int(model.xielu) * (model.num_layers + model.mtp_num_layers)
-    return total
+        The gradients of a product's input and of its weight take as many as the forward pass each,
+        and those of attention without projections twice as many. Frozen weights have no gradient,
+        and what is before the first layer that trains has none at all. That layer counts as if its
+        input needed one.
+        """
+        model = self.model
+        trained = filter(model.trains, self.shapes)
+        first = min(map(self._layer_of, trained), default=math.inf)
+        products = (
+            flops * (1 + (layer >= first) + model.trains(name))
+            for layer, name, flops in self._products()
+        )
+        cores = (flops * (3 if layer >= first else 1) for layer, flops in self.core_flops.items())
+        return sum(products) + sum(cores)
 
+    def recompute_flops_per_token(self, recompute: RecomputeConfig, groups: Sequence[int]) -> float:
+        """Return the FLOPs per token that recomputation adds.
 
-def parameters_of(config: Config) -> int:
-    """Return the number of parameters of a configuration's model.
+        groups   sizes of the groups of layers that are fully recomputed, in all stages. A group's
+                 last matrix product is not repeated, since no gradient needs its result
 
-    If it has user-defined pieces or adapters, it is built without allocating memory.
-    """
-    model = config.model
-    if config.pieces.layer is None and config.pieces.model is None and model.lora_rank is None:
-        return total_parameters(model)
-    from megatron.model.gpt import global_shapes
-
-    return sum(math.prod(shape) for shape in global_shapes(config).values())
-
-
-def flops_per_token_of(config: Config) -> float:
-    """Return model_flops_per_token of a configuration's model.
-
-    Each parameter of user-defined pieces beyond those of the built-in model counts as one
-    multiplication and one addition per token in the forward pass, and as two of each in the
-    backward pass; so do adapters. Attention counts as in the built-in layer.
-    """
-    more = parameters_of(config) - total_parameters(config.model)
-    saved = _saved_flops(config) if config.model.trains_in_part else 0.0
-    return model_flops_per_token(config.model) + 6.0 * more - saved
-
-
-def _saved_flops(config: Config) -> float:
-    """Return the FLOPs per token of a full training that frozen parameters save.
-
-    They have no weight gradients, and layers have no backward pass if nothing trains in or before
-    them. The first layer that trains counts as if its input needed a gradient.
-    """
-    from megatron.model.gpt import global_shapes
-    from megatron.parallel.sharding import kind_of
-
-    model = config.model
-    shapes = global_shapes(config)
-    saved = 0.0
-    for name, shape in shapes.items():
-        tied = name.endswith("word_embeddings.weight")
-        tied = tied and not model.untie_embeddings_and_output_weights
-        if not model.trains(name) and (tied or kind_of(name, shape) in ("hidden", "output")):
-            used = model.moe_router_topk / (model.num_experts or 1) if ".experts." in name else 1.0
-            saved += 2.0 * used * math.prod(shape)
-    first = min(
-        (
-            0 if n.startswith("embedding") else int(n.split(".")[1])
-            for n in shapes
-            if model.trains(n) and n.startswith(("embedding", "layers."))
-        ),
-        default=model.num_layers,
-    )
-    for layer in range(first):
-        saved += layer_flops(model, layer) + attention_score_flops(model, layer)
-    return saved
-
-
-def _vocab(model: ModelConfig) -> int:
-    assert model.vocab_size is not None, (
-        "the vocabulary size is not known yet: read the tokenizer first"
-    )
-    return model.vocab_size
+        With selective recomputation, attention cores and experts are counted; activation functions
+        and norms are never counted.
+        """
+        model = self.model
+        count = model.num_layers
+        products = {name: flops for layer, name, flops in self._products() if layer < count}
+        cores = sum(flops for layer, flops in self.core_flops.items() if layer < count)
+        last = 0.0
+        if "post_mlp_layernorm" not in model.layer_norms:  # only additions follow
+            ends = ".mlp.dense_4h_to_h.weight"
+            last = sum(flops for name, flops in products.items() if name.endswith(ends))
+        # of the mean layer
+        added = (sum(groups) * (sum(products.values()) + cores) - len(groups) * last) / count
+        selective = recompute.recompute_granularity == "selective"
+        modules = recompute.recompute_modules if selective else ()
+        if "core_attn" in modules:
+            added += cores
+        if "moe" in modules:
+            experts = tuple(f"layers.{i}.mlp." for i in range(count) if model.has_experts(i))
+            added += sum(flops for name, flops in products.items() if name.startswith(experts))
+        return added
 
 
 # -- operations ------------------------------------------------------------------------------------
-
-
-def attention_score_flops(model: ModelConfig, layer: int = 0) -> float:
-    """Return the forward FLOPs per token of a layer's scores and weighted values: 4 s n d.
-
-    Values that have another size than keys have it in the second half of these.
-
-    All pairs are counted, including those that a causal mask hides. For a layer with a
-    sliding window, the keys of a full window are counted: 4 (LEFT + 1) n d. For linear attention:
-    the three products of a vector with each head's state, token by token.
-    """
-    if model.layer_kind(layer).experimental_attention_variant:
-        state = model.linear_key_head_dim * model.linear_value_head_dim
-        return 6.0 * model.linear_num_value_heads * state
-    window = model.window(layer)
-    keys = model.seq_length if window is None else min(window + 1, model.seq_length)
-    both = model.kv_channels + model.value_channels
-    return 2.0 * keys * model.num_attention_heads * both
-
-
-def layer_flops(model: ModelConfig, layer: int = 0) -> float:
-    """Return the forward FLOPs per token of a layer; layers are numbered from 0."""
-    return 2.0 * layer_matrices(model, layer, active=True) + attention_score_flops(model, layer)
-
-
-def _last_product_flops(model: ModelConfig, layer: int) -> float:
-    """Return the forward FLOPs per token of a layer's last matrix product.
-
-    0 if more than additions follow it.
-    """
-    if model.has_experts(layer) or "post_mlp_layernorm" in model.layer_norms:
-        return 0.0
-    return 2.0 * model.hidden_size * model.ffn_hidden_size
-
-
-def _mean_over_layers(model: ModelConfig, flops: Callable[[ModelConfig, int], float]) -> float:
-    """Return the FLOPs of a layer, averaged over all layers."""
-    kinds = Counter(map(model.layer_kind, range(model.num_layers)))
-    total = math.fsum(n * flops(model.of_kind(kind), 0) for kind, n in kinds.items())
-    return total / model.num_layers
-
-
-def model_flops_per_token(model: ModelConfig) -> float:
-    """Return the FLOPs of one token's forward and backward pass, without recomputation.
-
-    The backward pass takes twice as many as the forward pass. The logits take 2 h V of the latter,
-    and so they do again in each layer of multi-token prediction, with a projection of 4 h h.
-    """
-    head = 2.0 * model.hidden_size * _vocab(model)
-    layers = model.num_layers * _mean_over_layers(model, layer_flops)
-    projection = 4.0 * model.hidden_size * model.hidden_size
-    later = layer_flops(model, model.num_layers) + projection + head
-    return 3.0 * (layers + head + model.mtp_num_layers * later)
-
-
-def recompute_flops_per_token(
-    model: ModelConfig, recompute: RecomputeConfig, groups: Sequence[int]
-) -> float:
-    """Return the FLOPs per token that recomputation adds.
-
-    groups   sizes of the groups of layers that are fully recomputed, in all stages. A group's last
-             matrix product is not repeated, since no gradient needs its result
-
-    With selective recomputation, attention cores and experts are counted; activation functions and
-    norms are never counted.
-    """
-    added = math.fsum(groups) * _mean_over_layers(model, layer_flops)
-    added -= len(groups) * _mean_over_layers(model, _last_product_flops)
-    modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
-    if "core_attn" in modules:
-        added += model.num_layers * _mean_over_layers(model, attention_score_flops)
-    for layer in filter(model.has_experts, range(model.num_layers)) if "moe" in modules else ():
-        added += 2.0 * model.hidden_size * _mlp_rows(model, layer, active=True)
-    return added
 
 
 def paper_flops(

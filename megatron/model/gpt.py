@@ -38,6 +38,7 @@ from megatron.layers.vocabulary import (
     token_losses,
     vocabulary_loss,
 )
+from megatron.model.formulas import ModelSizes
 from megatron.model.loss import LossInputs, mean_with_components
 from megatron.model.mtp import AddLosses, PredictionDepth, ahead, mask_ahead
 from megatron.model.stages import assign_layers, recomputed_groups
@@ -436,12 +437,21 @@ def check_patterns(config: Config) -> list[str]:
 
 def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the global shape of each parameter of the model, by name; allocates no memory."""
-    shardings = [sharding_of(p) for p in meta_chunks(config).parameters()]
-    return {s.name: s.global_shape for s in shardings}
+    return dict(model_sizes(config).shapes)
+
+
+def model_sizes(config: Config) -> ModelSizes:
+    """Return the shapes of the model's parameters and its FLOPs; allocates no memory."""
+    chunks = meta_chunks(config)
+    shardings = [sharding_of(p) for p in chunks.parameters()]
+    first: Any = next(iter(chunks.values()))
+    shapes = {s.name: s.global_shape for s in shardings}
+    return ModelSizes(config.model, shapes, first.context.core_flops)
 
 
 def meta_chunks(config: Config) -> nn.ModuleDict:
     """Return all stages, not sharded over tensor ranks, without allocating memory."""
+    config = dataclasses.replace(config, pieces=config.pieces.architecture)
     return build_chunks(config, Topology.from_layout(Layout(), 0, device=torch.device("meta")))
 
 

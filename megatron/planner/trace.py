@@ -29,6 +29,7 @@ from megatron.config.parallel import RecomputeConfig
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.settings import SECTIONS
 from megatron.errors import ConfigError
+from megatron.model.formulas import ModelSizes
 from megatron.parallel.sharding import Sharding
 from megatron.planner.events import GroupMessage, Pass, PassEvent, Trace, TracedModule
 
@@ -224,34 +225,35 @@ class NeedsTorch(ConfigError, ImportError):
     """Error raised if torch is not installed, as on a login node."""
 
 
-_modules: dict[tuple[str, Pieces], TracedModule] = {}
-
-
 def _traced_module(config: Config, kind: str, device: str) -> TracedModule:
     config = that_counts(config, kind)
-    key = repr((kind, device, _counted()(config)))
-    module = _modules.get((key, config.pieces))
-    if module is None:
-        # The sources of user-supplied pieces are unknown: keep their traces in memory only.
-        folder = _folder(device) if config.pieces == PLAIN else None
-        path = folder and folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-        # the file may be missing or truncated
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            if path is not None:
-                module = _made(json.loads(path.read_text()))
-        if not isinstance(module, TracedModule):
-            from megatron.planner.recorder import record
 
-            module = record(config, device, kind)
-            # a full or read-only disk only means that the trace is not cached in a file
-            with contextlib.suppress(OSError):
-                if path is not None:
-                    with tempfile.TemporaryDirectory(dir=path.parent) as made:
-                        file = Path(made, path.name)
-                        file.write_text(json.dumps(_plain(module), separators=(",", ":")))
-                        file.replace(path)
-        _modules[key, config.pieces] = module
+    def record_module() -> TracedModule:
+        from megatron.planner.recorder import record
+
+        return record(config, device, kind)
+
+    key = repr((kind, device, _counted()(config)))
+    module: TracedModule = _cached(key, device, config.pieces, record_module)
     return module
+
+
+def cached_sizes(config: Config) -> ModelSizes:
+    """Return model.gpt.model_sizes, which is cached in files, too.
+
+    A vocabulary of unknown size is GPT-2's.
+    """
+    model = config.model
+    model = dataclasses.replace(model, vocab_size=model.vocab_size or GPT2_VOCABULARY)
+
+    def build() -> tuple[Any, ...]:
+        from megatron.model.gpt import model_sizes
+
+        sizes = model_sizes(dataclasses.replace(config, model=model))
+        return tuple(sizes.shapes.items()), tuple(sizes.core_flops.items())
+
+    shapes, core_flops = _cached(repr(model), "cuda", config.pieces.architecture, build)
+    return ModelSizes(model, dict(shapes), dict(core_flops))
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -290,6 +292,33 @@ def _folder(device: str) -> Path | None:
     except OSError:
         return None
     return folder
+
+
+_modules: dict[tuple[str, Pieces], Any] = {}
+
+
+def _cached(key: str, device: str, pieces: Pieces, make: Callable[[], Any]) -> Any:
+    """Return make(), a TracedModule or a tuple, or the result of an earlier call with this key."""
+    value = _modules.get((key, pieces))
+    if value is None:
+        # The sources of user-supplied pieces are unknown: keep what they give in memory only.
+        folder = _folder(device) if pieces == PLAIN else None
+        path = folder and folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        # the file may be missing or truncated
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            if path is not None:
+                value = _made(json.loads(path.read_text()))
+        if not isinstance(value, TracedModule | tuple):
+            value = make()
+            # a full or read-only disk only means that the value is not cached in a file
+            with contextlib.suppress(OSError):
+                if path is not None:
+                    with tempfile.TemporaryDirectory(dir=path.parent) as made:
+                        file = Path(made, path.name)
+                        file.write_text(json.dumps(_plain(value), separators=(",", ":")))
+                        file.replace(path)
+        _modules[key, pieces] = value
+    return value
 
 
 _TYPES: dict[str, Any] = {

@@ -9,7 +9,6 @@ import pytest
 from benchmarks import published_tables as table
 from benchmarks.published_runs import MI250X_RUNS, RUNS, XMOE_RUNS
 from megatron.config.command_line import parse_plan
-from megatron.model import formulas
 from megatron.pipeline.orders import Op
 from megatron.pipeline.schedule import build_schedule
 from megatron.planner.cluster import CLUSTERS, load_cluster
@@ -17,6 +16,7 @@ from megatron.planner.compute import ASSUMED, Figure
 from megatron.planner.error_bars import LINKS, spread
 from megatron.planner.memory import sized_model
 from megatron.planner.published import MODELS
+from megatron.planner.trace import cached_sizes
 from tests.helpers.replay import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,8 +71,9 @@ def test_what_the_throughput_of_22b_asks_of_its_last_stage():
     model = MODELS[0]
     config = parse_plan(table.argv_of(model, 8, 640))
     sized = sized_model(config)
-    layer = 2048 * formulas.layer_flops(sized)
-    head = 2 * 51200 * sized.hidden_size
+    h = sized.hidden_size
+    layer = 2048 * (2 * 12 * h * h + 4 * 2048 * h)
+    head = 2 * 51200 * h
     last_stage = 6 * 4 * layer + 3 * 2048 * head
     every = 48 * 4 * layer + 3 * 2048 * head
     implied = table.implied(model, {})
@@ -174,9 +175,7 @@ def test_runs_are_laid_out_as_published():
         replicas, micro_batches, billions = stated[run.name, run.devices]
         assert config.parallel.data_parallel_size == replicas
         assert config.num_micro_batches() == micro_batches
-        assert formulas.total_parameters(sized_model(config)) / 1e9 == pytest.approx(
-            billions, rel=0.01
-        )
+        assert cached_sizes(config).parameters() / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 # -- the page --------------------------------------------------------------------------------------

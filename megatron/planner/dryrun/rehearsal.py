@@ -21,8 +21,7 @@ from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.settings import cluster_of_environment
 from megatron.data.tokenizer import with_vocabulary
 from megatron.errors import MegatronError
-from megatron.model.formulas import parameters_of
-from megatron.model.gpt import hidden_state
+from megatron.model.gpt import hidden_state, model_sizes
 from megatron.pipeline.orders import SENDS_IN_FLIGHT, group_sizes
 from megatron.pipeline.schedule import build_schedule, moments_of_rank
 from megatron.planner.cluster import GIB, Cluster, load_cluster
@@ -392,7 +391,7 @@ def _time_and_cost(config: Config, cluster: Cluster | None) -> Iterator[str]:
         except MegatronError as problem:
             yield f"the time of a step is not predicted: {problem}"
     if {"train_iters", "train_samples", "train_tokens"} & config.explicit.keys():
-        costs = run_costs(config, nodes)
+        costs = run_costs(config, model_sizes(config), nodes)
         time = ""
         if step is not None:
             costs = costs.at(step.tokens_per_s)
@@ -413,7 +412,7 @@ def _heading(config: Config, cluster: Cluster | None) -> str:
         f"dry run: {layout.world_size} ranks = {layout} ({layout.order}) on {machine}, "
         f"{config.precision.dtype_name}, "
         f"{config.schedule_name}{f' of {chunks} chunks' if chunks > 1 else ''}\nmodel: "
-        f"{parameters_of(config):,} parameters; a step is {config.num_micro_batches()} "
+        f"{model_sizes(config).parameters():,} parameters; a step is {config.num_micro_batches()} "
         f"micro-batches of {config.batch.micro_batch_size} x {config.model.seq_length} tokens on "
         "each replica"
     )

@@ -29,6 +29,7 @@ from megatron.planner.search.space import Rejections
 from megatron.planner.table import Table
 from megatron.planner.timeline_plot import plot_timeline
 from megatron.planner.timing import COMPONENTS, Estimate, estimate
+from megatron.planner.trace import cached_sizes
 from megatron.untrusted import write_text
 
 _DAY = 86400.0
@@ -399,7 +400,7 @@ def write_script(
     devices = config.parallel.world_size
     each = cluster.devices_per_node
     on_site = cluster.name in _SITES and devices % each == 0
-    parameters = formulas.total_parameters(sized_model(config))
+    parameters = cached_sizes(config).parameters()
     lengths = {"train_iters", "train_samples", "train_tokens"}
     has_length = bool(lengths & config.explicit.keys())
     if on_site and tokens is None and not has_length:

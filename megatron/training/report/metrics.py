@@ -23,6 +23,7 @@ from megatron.config.option import MOST
 from megatron.data.sampler import MicroBatch
 from megatron.errors import ConfigError
 from megatron.model import formulas
+from megatron.model.gpt import model_sizes
 from megatron.model.stages import assign_layers, recomputed_groups
 from megatron.parallel import collectives
 from megatron.parallel.layout import Layout
@@ -71,8 +72,9 @@ def rates(config: Config, topology: Topology, length: int | None = None) -> Flop
     parallel = config.parallel
     stages = assign_layers(model.num_layers, parallel.num_stages, parallel.pipeline_layout)
     groups = [n for layers in stages for n in recomputed_groups(len(layers), recompute)]
-    recompute_flops = formulas.recompute_flops_per_token(model, recompute, groups)
-    flops = formulas.flops_per_token_of(config)
+    sizes = model_sizes(config)
+    recompute_flops = sizes.recompute_flops_per_token(recompute, groups)
+    flops = sizes.flops_per_token()
     # unknown for a CPU
     peak = formulas.peak_tflops(device_name(topology.device), config.precision.dtype_name)
     return FlopRates(

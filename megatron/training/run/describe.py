@@ -13,6 +13,7 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.errors import DataError
 from megatron.kernels import choose
 from megatron.model import formulas
+from megatron.model.gpt import model_sizes
 from megatron.parallel import collectives
 from megatron.parallel.topology import Topology
 from megatron.training.report.reporter import Reporter
@@ -31,15 +32,16 @@ def describe_setup(
     model = config.model
     say = reporter.console.say_wrapped
     assert model.vocab_size is not None, "the tokenizer was read"
+    sizes = model_sizes(config)
     experts = ""
     if model.num_experts is not None:
-        active = formulas.total_parameters(model, active=True)
+        active = sizes.parameters(active=True)
         experts = (
             f" ({active:,} of them for each token, with {model.moe_router_topk} of "
             f"{model.num_experts} experts in {model.expert_layers} layers)"
         )
     say(
-        f"model: {formulas.parameters_of(config):,} parameters{experts}: {model.num_layers} "
+        f"model: {sizes.parameters():,} parameters{experts}: {model.num_layers} "
         f"layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, sequences of "
         f"{model.seq_length} tokens, vocabulary of {model.vocab_size}, padded to "
         f"{model.padded_vocab_size(topology.tensor.size)}"

@@ -41,7 +41,7 @@ from megatron.config.option import MOST_SAMPLES
 from megatron.config.phases import PHASED, parse_batch_sizes, parse_curriculum, parse_phases
 from megatron.engine.optimizer_state import StepValues
 from megatron.errors import ConfigError
-from megatron.model.formulas import flops_per_token_of, parameters_of
+from megatron.model.formulas import ModelSizes
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -286,7 +286,9 @@ class RunCosts:
         return f"{length}, {self.node_hours:,.{0 if self.node_hours >= 100 else 2}f} node-hours"
 
 
-def run_costs(config: Config, nodes: int = 1, progress: Progress | None = None) -> RunCosts:
+def run_costs(
+    config: Config, sizes: ModelSizes, nodes: int = 1, progress: Progress | None = None
+) -> RunCosts:
     """Return the costs of a run with this progress; its speed and time are unknown."""
     batches = BatchSchedule.from_config(config)
     progress = progress or Progress()
@@ -295,8 +297,8 @@ def run_costs(config: Config, nodes: int = 1, progress: Progress | None = None) 
         batches, progress.iteration, progress.consumed_samples, end
     )
     tokens = progress.consumed_tokens + sum(length * samples for length, _, samples in ahead)
-    parameters = parameters_of(config)
-    flops = tokens * flops_per_token_of(config)
+    parameters = sizes.parameters()
+    flops = tokens * sizes.flops_per_token()
     return RunCosts(nodes, parameters, tokens, tokens / parameters, flops)
 
 

@@ -30,8 +30,7 @@ from megatron.data.file_lock import FolderClaim
 from megatron.data.tokenizer import LimitedTokenizer, Tokenizer, build_tokenizer
 from megatron.engine.engine import Engine, build_executor
 from megatron.errors import ConfigError, DataError, LaunchError, LostRankError, MegatronError
-from megatron.model import formulas
-from megatron.model.gpt import build_chunks, check_patterns, layer_context
+from megatron.model.gpt import build_chunks, check_patterns, layer_context, model_sizes
 from megatron.model.stages import stage_owners
 from megatron.parallel import collectives
 from megatron.parallel.collectives import use_groups
@@ -383,7 +382,7 @@ def build_model(
         engine = Engine(config, topology, chunks)
     chunks.train()
     if frozen := engine.frozen_parameters():
-        total = formulas.parameters_of(config)
+        total = model_sizes(config).parameters()
         if frozen == total:
             raise ConfigError(
                 f"all {frozen:,} parameters of the model are frozen: train at least one of them"
@@ -405,7 +404,7 @@ def publish_start(
 ) -> RunCosts:
     """Report the start of the run and its costs; return the costs."""
     nodes = len({location.partition(":")[0] for location in locations}) or 1
-    costs = run_costs(config, nodes, progress)
+    costs = run_costs(config, model_sizes(config), nodes, progress)
     reporter.say(f" the whole run: {costs.size}")
     reporter.publish(
         Start(
@@ -547,7 +546,9 @@ def build_wall_time(
             return slurm_end.left_s()
         return None if end_s is None else end_s - time.monotonic()
 
-    state_bytes = checkpoint_bytes(config) / topology.world.size if saves is not None else 0.0
+    state_bytes = 0.0
+    if saves is not None:
+        state_bytes = checkpoint_bytes(config, model_sizes(config)) / topology.world.size
     # several ranks need one more step to agree
     steps_ahead = 1 if topology.world.size == 1 else 2
     wall_time = WallTime(

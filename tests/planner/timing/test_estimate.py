@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.model import formulas
+from megatron.model.gpt import model_sizes
 from megatron.planner.channels import Channels
 from megatron.planner.cluster import load_cluster
 from megatron.planner.compute import Figure
@@ -202,7 +202,7 @@ def test_ranks_that_share_cores_take_turns():
 
 def test_the_use_of_the_peak():
     result = estimate(run("--world-size 16 --global-batch-size 32"), FRONTIER)
-    expected = formulas.model_flops_per_token(result.config.model) * 32 * 512
+    expected = model_sizes(result.config).flops_per_token() * 32 * 512
     assert result.model_flops == expected == result.hardware_flops
     assert result.mfu == pytest.approx(expected / (result.seconds * 16 * 191.5e12))
     assert result.confidence.worst == "assumed"

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.model.gpt import model_sizes
 from megatron.training.run.schedules import BatchSchedule, Progress, run_costs
 from tests.helpers.tiny import tiny
 
@@ -70,7 +71,7 @@ def test_costs_are_those_of_all_tokens_and_the_time_is_that_of_the_rest():
         train_iters=10,
         rampup_batch_size=(2, 2, 4),
     )
-    total = run_costs(config)
+    total = run_costs(config, model_sizes(config))
     assert total.parameters == layers * (12 * h * h + 13 * h) + (vocabulary + s + 2) * h
     assert total.tokens == (2 * 2 + 8 * 4) * s
     assert total.tokens_per_parameter == total.tokens / total.parameters
@@ -78,7 +79,7 @@ def test_costs_are_those_of_all_tokens_and_the_time_is_that_of_the_rest():
     assert total.flops == each * total.tokens
     assert (total.seconds, total.node_hours) == (None, None)
     done = Progress(iteration=4, consumed_samples=12, consumed_tokens=50)  # shorter sequences
-    rest = run_costs(config, 3, done).at(2.0, done.consumed_tokens)
+    rest = run_costs(config, model_sizes(config), 3, done).at(2.0, done.consumed_tokens)
     assert rest.tokens == 50 + 6 * 4 * s and rest.seconds == 6 * 4 * s / 2
     assert rest.node_hours == pytest.approx(3 * 6 * 4 * s / 2 / 3600)
 
