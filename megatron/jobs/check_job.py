@@ -29,7 +29,7 @@ from megatron.planner.layout import candidate_of
 from megatron.planner.memory import host_bytes, memory_of_ranks, process_bytes
 from megatron.planner.placement import with_shards_of_node
 from megatron.planner.timing import dispatch_choice, estimate
-from megatron.planner.trace import GPT2_VOCABULARY, cached_sizes
+from megatron.planner.trace import cached_sizes, sized
 from megatron.training.run.process import EXIT_USER_ERROR
 from megatron.training.run.schedules import (
     BatchSchedule,
@@ -465,8 +465,7 @@ def check_training(job: CheckedJob, config: Config) -> None:
     for notice in config.notices:
         job.note("configuration", notice)
     config, tokenizer, unknown = with_vocabulary(config)
-    if config.model.vocab_size is None:
-        config = config.replace(vocab_size=GPT2_VOCABULARY)
+    config = sized(config)
     if unknown:
         level = "note" if config.tokenizer.tokenizer_type is None else "error"
         job.find(level, "tokenizer", f"{unknown}: assuming {config.model.vocab_size} entries")

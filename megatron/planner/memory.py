@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config import Config, ModelConfig
+from megatron.config import Config
 from megatron.engine.buckets import BucketPlan, BucketRule, bucket_rule
 from megatron.engine.optimizer_state import optimizer_state
 from megatron.engine.zero_plan import BACKWARD, BucketOp, ModulePass, Zero, ZeroPlan, zero_of
@@ -40,7 +40,7 @@ from megatron.planner.stage import (
     planned,
     stages_on,
 )
-from megatron.planner.trace import GPT2_VOCABULARY, trace
+from megatron.planner.trace import trace
 
 GPU_BLOCK = 512
 CPU_BLOCK = 64
@@ -398,16 +398,6 @@ def offloaded_bytes(config: Config, buckets: Iterable[BucketPlan]) -> tuple[floa
     """Return the bytes of master weights and moments that --cpu-offload keeps on the host."""
     states = state_bytes(config, [bucket for bucket in buckets if not bucket.kind.frozen])
     return states["master"], states["moments"]
-
-
-def sized_model(config: Config) -> ModelConfig:
-    """Return the model with a vocabulary size: GPT-2's if it depends on tokenizer files."""
-    model = config.model
-    return (
-        model
-        if model.vocab_size is not None
-        else dataclasses.replace(model, vocab_size=GPT2_VOCABULARY)
-    )
 
 
 def parameters_of_rank(config: Config, rank: int, device: str = "cuda") -> int:

@@ -89,6 +89,13 @@ def trace(config: Config, device: str) -> Trace:
     return traced
 
 
+def sized(config: Config) -> Config:
+    """Return the configuration with GPT-2's vocabulary if that depends on tokenizer files."""
+    model = config.model
+    model = dataclasses.replace(model, vocab_size=model.vocab_size or GPT2_VOCABULARY)
+    return dataclasses.replace(config, model=model)
+
+
 def kinds_of_layers(config: Config) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
     """Return the kinds of a model's layers, and for each layer the index of its kind.
 
@@ -239,21 +246,17 @@ def _traced_module(config: Config, kind: str, device: str) -> TracedModule:
 
 
 def cached_sizes(config: Config) -> ModelSizes:
-    """Return model.gpt.model_sizes, which is cached in files, too.
-
-    A vocabulary of unknown size is GPT-2's.
-    """
-    model = config.model
-    model = dataclasses.replace(model, vocab_size=model.vocab_size or GPT2_VOCABULARY)
+    """Return model.gpt.model_sizes of `sized(config)`, from files like a trace."""
+    config = sized(config)
 
     def build() -> tuple[Any, ...]:
         from megatron.model.gpt import model_sizes
 
-        sizes = model_sizes(dataclasses.replace(config, model=model))
+        sizes = model_sizes(config)
         return tuple(sizes.shapes.items()), tuple(sizes.core_flops.items())
 
-    shapes, core_flops = _cached(repr(model), "cuda", config.pieces.architecture, build)
-    return ModelSizes(model, dict(shapes), dict(core_flops))
+    shapes, core_flops = _cached(repr(config.model), "cuda", config.pieces.architecture, build)
+    return ModelSizes(config.model, dict(shapes), dict(core_flops))
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from megatron.pipeline.schedule import build_schedule
 from megatron.planner.cluster import CLUSTERS, load_cluster
 from megatron.planner.compute import ASSUMED, Figure
 from megatron.planner.error_bars import LINKS, spread
-from megatron.planner.memory import sized_model
 from megatron.planner.published import MODELS
 from megatron.planner.trace import cached_sizes
 from tests.helpers.replay import simulate
@@ -70,8 +69,7 @@ def test_what_the_throughput_of_22b_asks_of_its_last_stage():
     """
     model = MODELS[0]
     config = parse_plan(table.argv_of(model, 8, 640))
-    sized = sized_model(config)
-    h = sized.hidden_size
+    h = config.model.hidden_size
     layer = 2048 * (2 * 12 * h * h + 4 * 2048 * h)
     head = 2 * 51200 * h
     last_stage = 6 * 4 * layer + 3 * 2048 * head

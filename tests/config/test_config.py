@@ -172,7 +172,6 @@ SAME_AS_PAPER = ("model", "optimizer", "precision")
 def test_each_preset_resolves_prints_has_its_size_and_yields_to_flags(name, capsys):
     model = name.removesuffix("-frontier")
     config = Config.create(preset=name)
-    m = config.model
     if model in BILLIONS:
         billions, tolerance = BILLIONS[model]
         assert model_sizes(config).parameters() / 1e9 == pytest.approx(billions, rel=tolerance)

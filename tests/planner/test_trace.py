@@ -16,7 +16,7 @@ from megatron.model.gpt import model_sizes
 from megatron.parallel import gradient_accumulator
 from megatron.planner import trace as traces
 from megatron.planner.events import Alloc, Free, Pass, Recomputed
-from megatron.planner.memory import changes, find_peak, sized_model
+from megatron.planner.memory import changes, find_peak
 from megatron.planner.recorder import record
 from megatron.planner.stage import stage_flops, stage_passes, stages_of
 from megatron.planner.trace import that_counts, trace
@@ -47,7 +47,7 @@ def test_flops_are_those_of_the_formulas(config, device):
     stages = stages_of(config)
     if config.kernels.attention_backend == "unfused":
         return  # counted below
-    model = sized_model(config)
+    model = traces.sized(config).model
     recompute = config.recompute
     batch = config.batch.global_batch_size
     tensor_size = config.parallel.tensor_model_parallel_size

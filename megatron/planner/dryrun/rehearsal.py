@@ -39,12 +39,12 @@ from megatron.planner.memory import (
     PROCESS_SHARES,
     process_bytes,
     room_bytes,
-    sized_model,
 )
 from megatron.planner.placement import choose_placement, layout_of, over_nodes
 from megatron.planner.stage import stages_on
 from megatron.planner.table import Table
 from megatron.planner.timing import dispatch_choice, estimate
+from megatron.planner.trace import sized
 from megatron.training.run.schedules import Schedules, run_costs
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -237,7 +237,7 @@ def settled(config: Config, cluster: Cluster | None) -> Config:
 
     Raises ConfigError for ranks that do not fit on the cluster's nodes.
     """
-    config = config.replace(vocab_size=sized_model(config).vocab_size)
+    config = sized(config)
     if cluster is None:  # one node is assumed
         return over_nodes(config, layout_of(config, devices=config.parallel.world_size))
     if config.parallel.world_size == 1:

@@ -23,13 +23,12 @@ from megatron.pipeline.trace import trace_of
 from megatron.planner import error_bars
 from megatron.planner.cluster import GIB, Cluster
 from megatron.planner.layout import DIMENSIONS, CandidateLayout, write_value
-from megatron.planner.memory import sized_model
 from megatron.planner.search.find import LayoutSearch, SearchResult
 from megatron.planner.search.space import Rejections
 from megatron.planner.table import Table
 from megatron.planner.timeline_plot import plot_timeline
 from megatron.planner.timing import COMPONENTS, Estimate, estimate
-from megatron.planner.trace import cached_sizes
+from megatron.planner.trace import cached_sizes, sized
 from megatron.untrusted import write_text
 
 _DAY = 86400.0
@@ -130,7 +129,7 @@ def _paper_tflops(predicted: Estimate) -> str:
     This formula assumes a GPT whose FFN size is four times its hidden size.
     """
     config = predicted.config
-    model = sized_model(config)
+    model = sized(config).model
     flops = formulas.paper_flops(
         config.batch.global_batch_size,
         model.seq_length,
