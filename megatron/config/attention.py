@@ -1,4 +1,4 @@
-"""All about the settings of attention: options, derived sizes, checks and rules.
+"""All about the settings of attention: options, derived values, checks and rules.
 
 A new variant of attention adds its settings here; its layer is a file in megatron/layers, which
 layers/transformer.py chooses.
@@ -6,9 +6,10 @@ layers/transformer.py chooses.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from megatron.config.checks import Problems, Resolved, check, multiple
+from megatron.config.checks import Problems, Resolved, Unresolved, check, multiple
 from megatron.config.option import (
     FACTOR,
     FFN_WIDTH,
@@ -376,6 +377,49 @@ class AttentionConfig(SoftmaxAttentionConfig):
         """
         size = (self.window_size or (-1,))[0]
         return size if size >= 0 and self.has("window_attn_skip_freq", layer) else None
+
+
+def derive(s: Unresolved) -> None:
+    """Derive the size of a head; for latent attention also what _derive_latent does."""
+    v = s.values
+    used = "qk_head_dim", "qk_pos_emb_head_dim", "rope_scaling_factor", "yarn_mscale_all_dim"
+    if v["multi_latent_attention"] and s.usable(*used):
+        _derive_latent(s)
+    if s.usable("hidden_size", "num_attention_heads"):
+        width, remainder = divmod(v["hidden_size"], v["num_attention_heads"])
+        if remainder == 0:
+            s.fill("kv_channels", width, "derived from hidden-size and num-attention-heads")
+
+
+def _derive_latent(s: Unresolved) -> None:
+    """Derive the size of a head and the softmax's factor, and YaRN as in Megatron-LM.
+
+    There, latent attention has YaRN by default, which changes nothing if its factor is 1. The
+    softmax's factor also has the square of YaRN's (DeepSeek-V3's code).
+    """
+    v = s.values
+    origin = "derived from multi-latent-attention"
+    width = v["qk_head_dim"] + v["qk_pos_emb_head_dim"]
+    if v["kv_channels"] not in (None, width):
+        s.notices.append(
+            f"{s.written('kv_channels')} has no effect: --qk-head-dim sets the size of a head"
+        )
+    s.derive("kv_channels", width, origin)
+    for name in ("rope_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"):
+        # a stored model has all settings, also those without an effect
+        stored = s.origins[name].startswith(("argument", "checkpoint"))
+        chosen = s.changed(name) or (name in s.explicit and not stored)
+        if v["rope_scaling"] is None and chosen:
+            s.notices.append(
+                f"{s.written(name)} means --rope-scaling yarn with --multi-latent-attention"
+            )
+            s.fill("rope_scaling", "yarn", origin)
+    for name, value in (("rope_scaling_factor", 1.0), ("rope_original_positions", 4096)):
+        if v["rope_scaling"] == "yarn" and name not in s.explicit:
+            s.derive(name, value, origin)
+    if v["rope_scaling"] == "yarn" and v["yarn_mscale_all_dim"]:
+        scale = 0.1 * v["yarn_mscale_all_dim"] * math.log(v["rope_scaling_factor"]) + 1.0
+        s.fill("softmax_scale", scale**2 / math.sqrt(width), origin)
 
 
 @check("hidden_size", "num_attention_heads", "num_key_value_heads")

@@ -27,6 +27,25 @@ class Resolved(Protocol):
     def changed(self, name: str) -> bool: ...
 
 
+class Unresolved(Protocol):
+    """What derivations in a module below settings.py see of Settings."""
+
+    explicit: dict[str, Any]
+    origins: dict[str, str]
+    values: dict[str, Any]
+    notices: list[str]
+
+    def usable(self, *names: str) -> bool: ...
+
+    def derive(self, name: str, value: object, origin: str) -> None: ...
+
+    def fill(self, name: str, value: object, origin: str) -> None: ...
+
+    def written(self, name: str) -> str: ...
+
+    def changed(self, name: str) -> bool: ...
+
+
 class Check(NamedTuple):
     """A check that runs if all settings in `needs` are set, to valid values."""
 

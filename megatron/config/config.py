@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.config import attention
 from megatron.config.deepspeed_json import merge_deepspeed_json
 from megatron.config.model import EVEN_CHOICES, GATES, ModelConfig
 from megatron.config.option import pairs
@@ -372,50 +373,13 @@ def _model(s: Settings) -> None:
     if not explicit_width and s.usable("hidden_size"):
         origin = f"derived from hidden-size{' and ' if gate else ''}{gate}"
         s.derive("ffn_hidden_size", mlp_width(v["hidden_size"]), origin)
-    used = "qk_head_dim", "qk_pos_emb_head_dim", "rope_scaling_factor", "yarn_mscale_all_dim"
-    if v["multi_latent_attention"] and s.usable(*used):
-        _latent_attention(s)
-    if v["kv_channels"] is None and s.usable("hidden_size", "num_attention_heads"):
-        width, remainder = divmod(v["hidden_size"], v["num_attention_heads"])
-        if remainder == 0:
-            s.derive("kv_channels", width, "derived from hidden-size and num-attention-heads")
+    attention.derive(s)
     _experts(s)
     if s.usable("lora_rank"):
         s.fill("lora_alpha", 2.0 * v["lora_rank"], "derived from lora-rank")
     sizes = "hidden_size", "num_layers", "ffn_hidden_size", "num_attention_heads", "kv_channels"
     if v["use_mup"] and s.usable(*sizes):
         _mup(s, None if explicit_width else mlp_width)
-
-
-def _latent_attention(s: Settings) -> None:
-    """Derive the size of a head and the softmax's factor, and YaRN as in Megatron-LM.
-
-    There, latent attention has YaRN by default, which changes nothing if its factor is 1. The
-    softmax's factor also has the square of YaRN's (DeepSeek-V3's code).
-    """
-    v = s.values
-    origin = "derived from multi-latent-attention"
-    width = v["qk_head_dim"] + v["qk_pos_emb_head_dim"]
-    if v["kv_channels"] not in (None, width):
-        s.notices.append(
-            f"{s.written('kv_channels')} has no effect: --qk-head-dim sets the size of a head"
-        )
-    s.derive("kv_channels", width, origin)
-    for name in ("rope_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"):
-        option = all_options()[name]
-        # a stored model has all settings, also those without an effect
-        stored = s.origins.get(name, "").startswith(("argument", "checkpoint"))
-        usual = v[name] == option.default and (stored or name not in s.explicit)
-        if v["rope_scaling"] is None and not usual:
-            flag = option.written(v[name])
-            s.notices.append(f"{flag} means --rope-scaling yarn with --multi-latent-attention")
-            s.fill("rope_scaling", "yarn", origin)
-    for name, value in (("rope_scaling_factor", 1.0), ("rope_original_positions", 4096)):
-        if v["rope_scaling"] == "yarn" and name not in s.explicit:
-            s.derive(name, value, origin)
-    if v["rope_scaling"] == "yarn" and v["yarn_mscale_all_dim"]:
-        scale = 0.1 * v["yarn_mscale_all_dim"] * math.log(v["rope_scaling_factor"]) + 1.0
-        s.fill("softmax_scale", scale**2 / math.sqrt(width), origin)
 
 
 def _experts(s: Settings) -> None:

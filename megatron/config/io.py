@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.config.option import COUNT, MOST_PROCESSES, MOST_WIDTH, NATURAL, WIDTH, Range, option
@@ -37,61 +39,70 @@ class BlendSource:
         return "" if (self.start, self.end) == (0, 1) else f"{self.start}:{self.end}"
 
 
+Blend = tuple[BlendSource, ...]
+"""Data sets of weights other than 0, which add up to 1; in each corpus, if corpora are named."""
 # A NAME has no /, so that ./a=b is the file a=b.
-_SOURCE = re.compile(r"(?:([^/=]*)=)?(.*?)(?:@([0-9.][0-9.e-]*):([0-9.][0-9.e-]*))?", re.DOTALL)
+_NAMED = re.compile(r"([^/=]*)=(.*)", re.DOTALL)
+_PART = re.compile(r"(.*)@([0-9.][0-9.e-]*):([0-9.][0-9.e-]*)", re.DOTALL)
 
 
-def parse_blend(words: Sequence[str], *, named: bool = False) -> list[BlendSource]:
+def parse_blend(words: Sequence[str], *, named: bool = False) -> Blend:
     """Return the data sets in the words of --train-data-path and its siblings. Raises ValueError.
 
     `named` is true for --valid-data-path: words may have the names of corpora.
 
-    >>> parse_blend(["0.3", "a@0:0.95", "0.7", "b"])[0]
-    BlendSource(weight=0.3, prefix='a', corpus='', start=0.0, end=0.95)
+    >>> parse_blend(["3", "a@0:0.95", "1", "b"])[0]
+    BlendSource(weight=0.75, prefix='a', corpus='', start=0.0, end=0.95)
     >>> [(s.corpus, s.prefix) for s in parse_blend(["web=data/web", "code=data/b"], named=True)]
     [('web', 'data/web'), ('code', 'data/b')]
     """
-    pairs = len(words) > 1 and not (named and "=" in words[0])
+    weighted = len(words) > 1 and not (named and "=" in words[0])
     usage = (
         "give one PREFIX, or pairs WEIGHT PREFIX WEIGHT PREFIX ..., or names for all: NAME=PREFIX"
     )
-    if len(words) % 2 and pairs:
+    if weighted and len(words) % 2:
         raise ValueError(usage)
+    weights = words[::2] if weighted else ["1"] * len(words)
     sources = []
-    for weight, word in (
-        zip(words[::2], words[1::2], strict=True) if pairs else ((1, w) for w in words)
-    ):
-        match = _SOURCE.fullmatch(word)
-        assert match is not None, "it matches every text"
-        name, prefix, start, end = match.groups()
-        if name is not None and not named:
-            prefix = f"{name}={prefix}"
-            name = None
+    for weight, word in zip(weights, words[1::2] if weighted else words, strict=True):
+        name, prefix, start, end = "", word, "0", "1"
+        if named and (match := _NAMED.fullmatch(word)):
+            name, prefix = match.groups()
+            if not (prefix and re.fullmatch(r"[\w.-]+", name)):
+                raise ValueError(
+                    f"{word!r} is not NAME=PREFIX, with a NAME of letters, digits and ._-"
+                )
+        if match := _PART.fullmatch(prefix):
+            prefix, start, end = match.groups()
         try:
-            source = BlendSource(
-                float(weight), prefix, name or "", float(start or 0), float(end or 1)
-            )
+            source = BlendSource(float(weight), prefix, name, float(start), float(end))
         except ValueError:
             raise ValueError(usage) from None
         if not source.start < source.end <= 1:
             raise ValueError(f"{word!r}: a part is START:END with 0 <= START < END <= 1")
-        if name is not None and not (prefix and re.fullmatch(r"[\w.-]+", name)):
-            raise ValueError(f"{word!r} is not NAME=PREFIX, with a NAME of letters, digits and ._-")
         sources.append(source)
-    names = [source.corpus for source in sources]
-    if "" in names and (any(names) or (len(words) > 1 and not pairs)):
-        unnamed = sources[names.index("")].prefix
-        raise ValueError(f"{unnamed!r} has no NAME=: name all corpora, or none")
-    for name in names:
-        weights = [source.weight for source in sources if source.corpus == name]
-        if not any(weights) or not all(0 <= weight < float("inf") for weight in weights):
-            raise ValueError("weights must be at least 0 and not all 0")
-        if name and not pairs and len(weights) > 1:
+    names = Counter(source.corpus for source in sources)
+    for source in sources:
+        if not source.corpus and (len(names) > 1 or 1 < len(words) == len(sources)):
+            raise ValueError(f"{source.prefix!r} has no NAME=: name all corpora, or none")
+        if not weighted and names[source.corpus] > 1:
             raise ValueError(
-                f"{name!r} is the name of {len(weights)} corpora: choose others, or give "
-                "pairs WEIGHT NAME=PREFIX for a blend"
+                f"{source.corpus!r} is the name of {names[source.corpus]} corpora: choose others, or "
+                "give pairs WEIGHT NAME=PREFIX for a blend"
             )
-    return sources
+    return normalised(sources)
+
+
+def normalised(sources: Sequence[BlendSource]) -> Blend:
+    """Return a blend of data sets with any weights. Raises ValueError if a corpus has none above 0."""
+    blend = list[BlendSource]()
+    for name in dict.fromkeys(source.corpus for source in sources):
+        corpus = [source for source in sources if source.corpus == name]
+        total = sum(source.weight for source in corpus)
+        if not 0 < total < math.inf or min(source.weight for source in corpus) < 0:
+            raise ValueError("weights must be at least 0 and not all 0")
+        blend += [replace(each, weight=each.weight / total) for each in corpus if each.weight]
+    return tuple(blend)
 
 
 def hugging_face_folder(load: str | None) -> Path | None:

@@ -10,6 +10,9 @@ CONFLICTS = """
     data_path data_file_list mock_data train_data_path
     data_path data_file_list mock_data valid_data_path
     data_path data_file_list mock_data test_data_path
+    train_data_exact_num_epochs data_packing=best-fit: it reads as many epochs as the run needs
+    loss_mask=required calculate_per_token_loss=false: each token that counts has to count equally
+    loss_mask=optional calculate_per_token_loss=false: each token that counts has to count equally
     fim_rate mock_data: these have no text
     fim_rate tokenizer_type=NullTokenizer: its tokens have no text
     fim_rate data_packing=best-fit: documents would change their lengths
@@ -62,13 +65,6 @@ def _data(config: Sections) -> Problems:
     for name in TOKENIZER_NEEDS.get(kind or "", ()):
         if config.get(name) is None:
             yield f"--tokenizer-type {kind} needs {all_options()[name].flag}"
-    masks = config.data.loss_mask
-    if masks in ("required", "optional") and not config.batch.calculate_per_token_loss:
-        off = all_options()["calculate_per_token_loss"].written(False)
-        yield (
-            f"{off} and --loss-mask {masks} contradict each other: micro-batches have different "
-            "numbers of unmasked tokens, and each token has to count equally"
-        )
 
 
 @check()
@@ -95,16 +91,10 @@ def _packing(config: Sections) -> Problems:
         return
     for name in ("reset_position_ids", "reset_attention_mask"):
         if not config.get(name):
-            off = all_options()[name].written(False)
             yield (
-                f"{off} and --data-packing best-fit contradict each other: with best-fit, "
+                f"{config.written(name)} and --data-packing best-fit contradict each other: with best-fit, "
                 "positions and attention start anew in each document"
             )
-    if data.train_data_exact_num_epochs is not None:
-        yield (
-            "--train-data-exact-num-epochs needs --data-packing concat: best-fit reads as many "
-            "epochs as the run needs"
-        )
 
 
 @check("goldfish_h", "seq_length")

@@ -163,6 +163,10 @@ class Settings:
         """Return the flag that sets the value of a setting."""
         return all_options()[name].written(self.values[name])
 
+    def changed(self, name: str) -> bool:
+        """Return whether a setting has a value, and not its default."""
+        return self.values[name] not in (None, all_options()[name].default)
+
     def sections(self) -> Sections:
         """Return `values` as sections; settings without a valid value are None or the default."""
         return Sections(

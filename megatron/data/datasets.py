@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.config.io import BlendSource, parse_blend
+from megatron.config.io import Blend, BlendSource, normalised, parse_blend
 from megatron.data.gpt_dataset import (
     BlendedDataset,
     GPTDataset,
@@ -54,14 +54,11 @@ class Datasets:
     corpora: Mapping[str, TokenDataset] = field(default_factory=dict, kw_only=True)
 
 
-Blend = tuple[BlendSource, ...]
-
-
 @dataclass(frozen=True)
 class SplitPlan:
     """The data sets of one split, and the part of each that the split takes.
 
-    blend   the data sets, and their weights, which add up to 1; in each corpus, if they are named
+    blend   the data sets and their weights
     split   value of --split; UNSPLIT: the split takes each data set, or the part that the blend has
     """
 
@@ -121,15 +118,6 @@ def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise([0, *ends]))
 
 
-def parse_data_path(values: Sequence[str], *, named: bool = False) -> Blend:
-    """Return the blend for the words of --data-path or one of its siblings.
-
-    Weights are scaled to add up to 1, in each corpus if `named` words have their names. A weight of
-    0 excludes a data set. The configuration has checked the form.
-    """
-    return _normalised(parse_blend(values, named=named))
-
-
 def read_data_file_list(path: str) -> Blend:
     """Read a blend from a file with lines `weight prefix [corpus]`.
 
@@ -155,18 +143,7 @@ def read_data_file_list(path: str) -> Blend:
         sources.append(BlendSource(weight, prefix))
     if not any(source.weight for source in sources):
         raise ConfigError(f"{path}: --data-file-list names no data set with a positive weight")
-    return _normalised(sources)
-
-
-def _normalised(sources: Sequence[BlendSource]) -> Blend:
-    total = dict.fromkeys((source.corpus for source in sources), 0.0)
-    for source in sources:
-        total[source.corpus] += source.weight
-    return tuple(
-        replace(source, weight=source.weight / total[source.corpus])
-        for source in sources
-        if source.weight
-    )
+    return normalised(sources)
 
 
 def samples_of_component(num_samples: int, weight: float) -> int:
@@ -185,7 +162,7 @@ def plan_splits(data: DataConfig) -> list[SplitPlan | None]:
     """
     if data.data_path or data.data_file_list:
         blend = (
-            parse_data_path(data.data_path)
+            parse_blend(data.data_path)
             if data.data_path
             else read_data_file_list(str(data.data_file_list))
         )
@@ -197,7 +174,7 @@ def plan_splits(data: DataConfig) -> list[SplitPlan | None]:
         )
     blends = (data.train_data_path, data.valid_data_path, data.test_data_path)
     return [
-        SplitPlan(parse_data_path(paths, named=split == "valid"), UNSPLIT) if paths else None
+        SplitPlan(parse_blend(paths, named=split == "valid"), UNSPLIT) if paths else None
         for split, paths in zip(SPLIT_NAMES, blends, strict=True)
     ]
 

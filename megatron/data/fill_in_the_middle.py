@@ -6,7 +6,7 @@ that name the three parts (Bavarian et al., arXiv 2207.14255). The parts are tok
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,23 +85,19 @@ class FillInTheMiddle:
         """
         key = mix(self.seed, name_key("fill in the middle"), position)
         random = np.random.RandomState(np.array([key & 0xFFFFFFFF, key >> 32]))
-        pieces = list[Int64Array]()
-        for document, end in _split_behind(tokens, self.tokenizer.eod):
-            pieces += [*self._document(document, random), end]
+        pieces = _by_piece(tokens, self.tokenizer.eod, lambda ids: self._document(ids, random))
         filled = np.concatenate(pieces)[: len(tokens)]
-        result = np.full(len(tokens), self.pad, np.int64)
-        result[: len(filled)] = filled
-        return result, (np.arange(len(tokens)) < len(filled)).astype(np.int64)
+        padding = 0, len(tokens) - len(filled)
+        result = np.pad(filled, padding, constant_values=self.pad)
+        return result, np.pad(np.ones_like(filled), padding)
 
     def _document(self, ids: Int64Array, random: np.random.RandomState) -> list[Int64Array]:
         if self.separator is None or self.separator not in ids:
             return self._rearranged(ids, self.data.fim_rate, random)
         if random.random_sample() >= self.data.fim_rate:
             return [ids]
-        pieces = list[Int64Array]()
-        for file, end in _split_behind(ids, self.separator):
-            pieces += [*self._rearranged(file, self.data.fim_fragment_rate, random), end]
-        return pieces
+        rate = self.data.fim_fragment_rate
+        return _by_piece(ids, self.separator, lambda file: self._rearranged(file, rate, random))
 
     def _rearranged(
         self, ids: Int64Array, rate: float, random: np.random.RandomState
@@ -124,8 +120,12 @@ class FillInTheMiddle:
         return [marks[0], prefix, marks[1], suffix, marks[2], middle]
 
 
-def _split_behind(ids: Int64Array, end: int) -> Iterator[tuple[Int64Array, Int64Array]]:
-    """Yield the ids before each `end`, and this end; after the last one, the rest and nothing."""
+def _by_piece(
+    ids: Int64Array, end: int, rearrange: Callable[[Int64Array], list[Int64Array]]
+) -> list[Int64Array]:
+    """Return what a function makes of the ids before each `end`, with these ends, and of the rest."""
+    pieces = list[Int64Array]()
     for piece in np.split(ids, np.flatnonzero(ids == end) + 1):
-        size = len(piece) - int(len(piece) > 0 and piece[-1] == end)
-        yield piece[:size], piece[size:]
+        size = len(piece) - int(np.sum(piece[-1:] == end))
+        pieces += [*rearrange(piece[:size]), piece[size:]]
+    return pieces
