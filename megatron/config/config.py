@@ -271,7 +271,6 @@ _STAND_IN_ORIGIN = "default; a training run must give it"
 _FALLBACKS: Mapping[str, tuple[object, str]] = {
     "micro_batch_size": (1, _STAND_IN_ORIGIN),
     "lr": (1e-4, _STAND_IN_ORIGIN),
-    "recompute_modules": (("core_attn",), "default"),
     "dataloader_type": ("single", "default"),
 }
 

@@ -138,10 +138,12 @@ class Option:
         return self.flags[0] if self.flags else self.name
 
     def written(self, value: Any) -> str:
-        """Return the flag that sets this value."""
+        """Return the flag that sets this value; only the name of a setting with many entries."""
         if self.kind is bool:
             spellings = self.flags if value else self.off_flags
             return spellings[0] if spellings else f"{self.name}={value}"
+        if self.kind is dict:
+            return self.flag
         return f"{self.flag} {' '.join(map(str, value)) if self.many else value}"
 
     def parse(self, texts: list[str]) -> Any:

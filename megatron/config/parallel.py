@@ -261,7 +261,7 @@ class RecomputeConfig:
         shortcuts="--checkpoint-activations=full --recompute-activations=selective",
     )
     recompute_modules: tuple[str, ...] = option(
-        None,
+        ("core_attn",),
         "Modules to recompute with --recompute-granularity selective: core_attn (attention "
         "scores), mlp_act (output of the activation function), layernorm (output of the norms, "
         "but not of the one before experts). mlp_act and layernorm cost at most about 1 % of a "
@@ -269,7 +269,6 @@ class RecomputeConfig:
         "experts' activation function.",
         choices="core_attn mlp_act layernorm moe moe_act",
         metavar="MODULE ...",
-        derived="core_attn",
     )
     recompute_method: str | None = option(
         None,

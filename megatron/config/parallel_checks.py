@@ -9,7 +9,14 @@ from megatron.config.checks import Problems, check, multiple, nearest_multiples
 from megatron.config.parallel import SIZES, TILE, V_SHAPED, layout_counts
 from megatron.config.settings import Sections, all_options
 
+CONFLICTS = """
+    zero_stage=0 zero_shard_size: nothing is sharded
+    zero_stage=0 zero_state_shard_size: nothing is sharded
+    zero_stage=3 pipeline_model_parallel_size: ZeRO-3 has one pipeline stage, --zero-stage 2 many
+"""
 NEEDED = """
+    num_experts  expert_model_parallel_size
+    recompute_granularity=selective  recompute_modules
     recompute_granularity=full  recompute_method
     cp_comm_type=a2a+p2p  hierarchical_context_parallel_sizes
 """
@@ -162,10 +169,7 @@ def _expert_parallel(config: Sections) -> Problems:
     experts = config.model.num_experts
     if size % (each := parallel.expert_ranks_per_node or 1):
         yield f"--expert-ranks-per-node {each} does not divide --expert-model-parallel-size {size}"
-    if experts is None:
-        if size > 1:
-            yield "--expert-model-parallel-size needs experts: give --num-experts, or use 1"
-    elif experts % size:
+    if experts is not None and experts % size:
         yield (
             f"--num-experts {experts} is not a multiple of --expert-model-parallel-size {size}: "
             f"use {nearest_multiples(experts, size)}"
@@ -183,19 +187,7 @@ def _expert_parallel(config: Sections) -> Problems:
 def _zero(config: Sections) -> Problems:
     parallel = config.parallel
     engine = config.engine
-    stage = engine.zero_stage
     group_size = parallel.data_parallel_size * parallel.context_parallel_size
-    if stage == 3 and (pp := parallel.pipeline_model_parallel_size) > 1:
-        yield (
-            "--zero-stage 3 supports one pipeline stage only, but --pipeline-model-parallel-size "
-            f"is {pp}: use --zero-stage 2, or 1 pipeline stage"
-        )
-    if not stage and (engine.zero_shard_size or engine.zero_state_shard_size):
-        yield (
-            "--zero-shard-size and --zero-state-shard-size have no effect with --zero-stage 0: "
-            "leave them out, or use stage 1, 2 or 3"
-        )
-        return
     of = "the number of data-parallel ranks, context-parallel ones included"
     each = group_size
     for name in ("zero_state_shard_size", "zero_shard_size"):
@@ -294,8 +286,6 @@ def _device_order(config: Sections) -> Problems:
 @check("recompute_modules")
 def _recompute_modules(config: Sections) -> Problems:
     modules = config.recompute.recompute_modules
-    if config.recompute.recompute_granularity != "selective" and modules != ("core_attn",):
-        yield f"--recompute-modules {' '.join(modules)} needs --recompute-granularity selective"
     of_experts = [name for name in modules if name.startswith("moe")]
     if of_experts and config.model.num_experts is None:
         yield f"--recompute-modules {' '.join(of_experts)} needs --num-experts"

@@ -221,7 +221,7 @@ CASES = """
 --tiktoken-pattern p50k => gpt2 | o200k => --tiktoken-pattern gpt2
 --zero-stage 4 => '4' => --zero-stage 1
 --zero-stage 3 --pipeline-model-parallel-size 2 \
-    => --zero-stage 2 | --pipeline-model-parallel-size is 2 => --zero-stage 2
+    => --zero-stage 2 | --pipeline-model-parallel-size 2 => --zero-stage 2
 --zero-stage 3 --world-size 4 --zero-shard-size 3 => --zero-shard-size 3 | 1, 2, 4 => --zero-shard-size 2
 --zero-stage 3 --world-size 4 --zero-shard-size 4 --zero-state-shard-size 2 \
     => --zero-shard-size 4 | --zero-state-shard-size 2 => --zero-shard-size 1
