@@ -304,11 +304,11 @@ def to_huggingface(args: argparse.Namespace, settings: dict[str, Any], topology:
 
     def prepare() -> Any:
         companions = companions_of(outgoing.config)
-        fields = config_fields(outgoing.config, companions, outgoing.dtype)
-        return companions, fields["model_type"]
+        return companions, config_fields(outgoing.config, companions)
 
-    companions, kind = decided_by_first(topology, prepare)
-    rows = [("source", str(outgoing.folder)), ("family", kind), ("type", str(outgoing.dtype))]
+    companions, fields = decided_by_first(topology, prepare)
+    rows = [("source", str(outgoing.folder)), ("family", fields["model_type"])]
+    rows.append(("type", f"torch.{fields['torch_dtype']}"))
     rows += [("note", note) for note in (*outgoing.notes, companions.note) if note]
     _show_model(topology, rows, outgoing.config, outgoing.shapes)
     if not args.dry_run:

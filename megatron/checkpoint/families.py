@@ -332,7 +332,14 @@ def _deepseek(
         _LLAMA_MODULES | _LATENT_ATTENTION | _ROUTED_EXPERTS,
         (rules.TIED, _PLAIN_ROPE, rules.LATENT, rules.routed_experts(score)),
         {**_USUAL, "qk_head_dim": None, **absent},
-        {**_SILU, **_NO_BIAS, "scoring_func": score, "moe_layer_freq": 1, **only},
+        {
+            **_SILU,
+            **_NO_BIAS,
+            "scoring_func": score,
+            "moe_layer_freq": 1,
+            "rms_norm_eps": 1e-6,  # norms of latents have no other one in transformers
+            **only,
+        },
         unread=unread,
     )
 

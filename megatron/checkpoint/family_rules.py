@@ -421,18 +421,32 @@ def _linear_layers(model: ModelConfig) -> Values:
 LINEAR_ATTENTION = Rule(_linear_attention, _linear_layers)
 
 
-def _names_of_gpt_oss(fields: Fields) -> Values:
-    rope = _scaling(fields)
-    for name, same in (
-        ("experts_per_token", fields["num_experts_per_tok"]),
-        ("initial_context_length", rope.get("original_max_position_embeddings", 4096)),
-    ):
-        if fields[name] not in (None, same):
-            raise unsupported(name, fields[name])
-    return {}
+def repeated(sources: str, values: Callable[[Fields], Values]) -> Rule:
+    """Return the rule for fields that must be null or have values that `sources` determine."""
+
+    def read(fields: Fields) -> Values:
+        for name, value in values(fields).items():
+            if fields[name] not in (None, value):
+                raise ValueError(f"{name} is {fields[name]!r:.60}, but {sources} give {value}")
+        return {}
+
+    return Rule(read, lambda m: {})
 
 
-NAMES_OF_GPT_OSS = Rule(_names_of_gpt_oss, lambda m: {})  # fields that repeat others
+NAMES_OF_GPT_OSS = repeated(
+    "num_experts_per_tok and rope_scaling",
+    lambda f: {
+        "experts_per_token": f["num_experts_per_tok"],
+        "initial_context_length": _scaling(f).get("original_max_position_embeddings", 4096),
+    },
+)
+LATENT = repeated(
+    "qk_rope_head_dim and qk_nope_head_dim",
+    lambda f: {
+        "head_dim": f["qk_rope_head_dim"],
+        "qk_head_dim": f["qk_rope_head_dim"] + f["qk_nope_head_dim"],
+    },
+)
 
 
 def _rotated(fields: Fields) -> list[bool]:
@@ -540,24 +554,6 @@ def routed_experts(score: str) -> Rule:
         return fields
 
     return Rule(read, write)
-
-
-def _latent(fields: Fields) -> Values:
-    turned = _number(fields, "qk_rope_head_dim", int)
-    width = turned + _number(fields, "qk_nope_head_dim", int)
-    for name, right in (("head_dim", turned), ("qk_head_dim", width)):
-        if fields[name] not in (None, right):
-            raise ValueError(
-                f"qk_rope_head_dim and qk_nope_head_dim do not give {name} {fields[name]}"
-            )
-    if fields["rms_norm_eps"] != 1e-6:
-        raise unsupported("rms_norm_eps", fields["rms_norm_eps"])
-    return {}
-
-
-LATENT = Rule(
-    _latent, lambda m: {}
-)  # two derived sizes; in transformers norms of latents have 1e-6
 
 
 def _scales(fields: Fields) -> Values:

@@ -91,8 +91,6 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
     settings: Values = dict(family.settings)
     try:
         for new, old in family.older.items():
-            if old in fields and fields[old] is None and fields.get(new) is None:
-                raise ValueError(f"{old} is null")
             if None not in (fields.get(new), fields.get(old)) and fields[new] != fields[old]:
                 raise ValueError(
                     f"{old} {fields[old]!r:.60} and {new} {fields[new]!r:.60} are names of "

@@ -264,12 +264,12 @@ def read_files(folder: Path, names: Iterable[str] = TOKENIZER_FILES) -> dict[str
     return {name: _read(folder / name) for name in names if (folder / name).is_file()}
 
 
-def config_fields(config: Config, companions: Companions, dtype: torch.dtype) -> Values:
+def config_fields(config: Config, companions: Companions) -> Values:
     """Return the content of config.json. Raises ConfigError if no family describes the model."""
     kind = family_of(config.model, companions.kind)
     fields = write_fields(kind, without_mup(config.model))
     ids = dict.fromkeys(_TOKEN_IDS) | dict(companions.ids)
-    return fields | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    return fields | ids | {"torch_dtype": config.precision.dtype_name}
 
 
 # ---- adapters
@@ -374,22 +374,20 @@ def exported(model: ModelConfig, shapes: Shapes) -> list[str]:
     return [n for n in shapes if not n.endswith(ADAPTERS) and not n.startswith(later)]
 
 
-def _distribute(
-    family: Family, model: ModelConfig, shapes: Shapes, dtype: torch.dtype
-) -> list[_OutputFile]:
+def _distribute(family: Family, config: Config, shapes: Shapes) -> list[_OutputFile]:
     """Distribute parameters over files, in order.
 
     https://github.com/huggingface/safetensors describes the format of a file's header.
     """
     groups: list[dict[str, Matrix]] = []
     filled = FILE_BYTES
-    for name in exported(model, shapes):
+    for name in exported(config.model, shapes):
         shape = shapes[name]
-        size = math.prod(shape) * _stored_as(name, dtype).itemsize
+        size = math.prod(shape) * _stored_as(name, config).itemsize
         if not groups or filled + size > FILE_BYTES:
             groups.append({})
             filled = 0
-        groups[-1][name] = matrix_of(family, model, name, shape)
+        groups[-1][name] = matrix_of(family, config.model, name, shape)
         filled += size
     files = []
     for group in groups:
@@ -397,7 +395,7 @@ def _distribute(
         sizes = {}
         at = 0
         for own_name, matrix in group.items():
-            stored = _stored_as(own_name, dtype)
+            stored = _stored_as(own_name, config)
             for name, shape in matrix.their_shapes.items():
                 sizes[name] = math.prod(shape) * stored.itemsize
                 header[name] = {
@@ -412,16 +410,18 @@ def _distribute(
     return files
 
 
-def _stored_as(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the type of one of our tensors in a model of type `dtype`."""
-    return torch.float32 if beside_parameters({name: ()}) else dtype
+def _stored_as(name: str, config: Config) -> torch.dtype:
+    """Return the type of one of our tensors in the files."""
+    name = "float32" if beside_parameters({name: ()}) else config.precision.dtype_name
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _write_file(
     path: Path | None,
     output: _OutputFile,
     values: Iterator[torch.Tensor | None],
-    dtype: torch.dtype,
+    config: Config,
 ) -> Exception | None:
     """Write a file, or only take part in its collectives if `path` is None.
 
@@ -436,9 +436,9 @@ def _write_file(
                 file.write(output.header)
                 for (name, matrix), tensor in zip(output.parameters.items(), values, strict=True):
                     assert tensor is not None, "the first rank has each full parameter"
-                    tensor = tensor.to(_stored_as(name, dtype))
+                    tensor = tensor.to(_stored_as(name, config))
                     named = ", ".join(list(matrix.counts)[:2])
-                    check_finite(tensor, f"{named}, written in {dtype}")
+                    check_finite(tensor, f"{named}, written in {tensor.dtype}")
                     constants = (tensor.new_tensor(x) for x in matrix.constants.values())
                     for cut in (*matrix.cut(tensor), *constants):
                         file.write(cut.view(-1).view(torch.uint8).numpy().data)
@@ -456,14 +456,12 @@ def write_model(
     config: Config,
     topology: Topology,
     parameters: Parameters,
-    dtype: torch.dtype,
     companions: Companions | None = None,
     alive: Alive = nothing,
 ) -> int:
     """Write a model in Hugging Face's format; return the size of its tensors in bytes.
 
     parameters   parameters of this rank's pipeline stages
-    dtype        type of the tensors in the files
     companions   by default those from `companions_of`
     alive        called after every parameter
 
@@ -475,7 +473,7 @@ def write_model(
         if os.path.lexists(folder):
             raise ConfigError(f"{folder} exists: choose another folder for the model, or remove it")
         beside = companions_of(config) if companions is None else companions
-        return beside, config_fields(config, beside, dtype)
+        return beside, config_fields(config, beside)
 
     adapters: dict[str, torch.Tensor] = {}
 
@@ -493,7 +491,7 @@ def write_model(
     owners = gather_objects(parameters.shapes, topology.pipeline)
     with errors_on_all_ranks(topology, what):
         family = FAMILIES[fields["model_type"]]
-        listed = [_distribute(family, config.model, shapes, dtype) for shapes in owners]
+        listed = [_distribute(family, config, shapes) for shapes in owners]
     files = [file for of_owner in listed for file in of_owner]
     before = sum(map(len, listed[: topology.pipeline.rank]))
     temporary = decided_by_first(topology, lambda: start_folder(folder))
@@ -507,7 +505,7 @@ def write_model(
         for number, file in enumerate(listed[topology.pipeline.rank]):
             if number % sets == number_of_set:
                 path = temporary / _file_name(before + number, len(files)) if writer else None
-                failures.append(_write_file(path, file, values(file), dtype))
+                failures.append(_write_file(path, file, values(file), config))
             elif parameters.passes is not None:
                 for name in file.parameters:
                     for each in (name, *adapters_of(name, parameters.shapes)):
@@ -595,7 +593,6 @@ def export(
         if not (sharding_of(p).tied and copy):
             owned.setdefault(sharding_of(p).name, []).append(p)
     shapes = {name: sharding_of(shards[0]).global_shape for name, shards in owned.items()}
-    dtype = getattr(torch, config.precision.dtype_name)
     beside = beside_parameters(persistent_tensors(chunks))
     shapes |= {name: tuple(tensor.shape) for name, tensor in beside.items()}
 
@@ -609,7 +606,7 @@ def export(
             pass
 
     parameters = Parameters(shapes, full, passes if on_all else None)
-    return write_model(folder, config, topology, parameters, dtype, alive=alive)
+    return write_model(folder, config, topology, parameters, alive=alive)
 
 
 def _gathered(parameters: Iterable[torch.Tensor], topology: Topology) -> torch.Tensor | None:

@@ -166,12 +166,12 @@ def plan_conversion(source: SourceCheckpoint, chosen: Mapping[str, Any]) -> Plan
         settings = settings_of(source.arguments)
         config, notes = configure(_completed(settings, source, chosen), chosen)
         model = config.model
-        vocab_size = config.model.vocab_size
+        vocab_size = model.vocab_size
         assert vocab_size is not None, "configure requires it"
-        layers = {name.split(".")[1] for name in source.parameters if name.startswith("layers.")}
-        if model.num_layers > len(layers):
+        layers = _count_layers(source)
+        if model.num_layers > layers:
             raise CheckpointError(
-                f"{source.folder} has {len(layers)} layers, but with these settings the model has "
+                f"{source.folder} has {layers} layers, but with these settings the model has "
                 f"{model.num_layers}: correct --num-layers"
             )
         shapes = global_shapes(config)
@@ -198,6 +198,10 @@ def plan_conversion(source: SourceCheckpoint, chosen: Mapping[str, Any]) -> Plan
         return plan
 
 
+def _count_layers(source: SourceCheckpoint) -> int:
+    return len({name.split(".")[1] for name in source.parameters if name.startswith("layers.")})
+
+
 def _padded_vocab_size(source: SourceCheckpoint) -> int:
     """Return the number of rows of the embedding: the size of the vocabulary, with padding."""
     return sum(len(shard.weight) for shard in source.parameters[WORD_EMBEDDINGS])
@@ -214,9 +218,7 @@ def _completed(
     parameters = source.parameters
     if not source.arguments:
         inferred: dict[str, Any] = {
-            "num_layers": len(
-                {name.split(".")[1] for name in parameters if name.startswith("layers.")}
-            ),
+            "num_layers": _count_layers(source),
             "untie_embeddings_and_output_weights": OUTPUT_LAYER in parameters,
             "add_bias_linear": any(name.endswith("dense.bias") for name in parameters),
             "normalization": "layernorm" if "final_layernorm.bias" in parameters else "rmsnorm",

@@ -42,8 +42,8 @@ _MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
 _SHARD = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 
-Weights = list[dict[str, tuple[torch.Tensor, str]]]
-"""Weights of each tensor rank: (weight, its name in the file) by our name."""
+Weights = list[dict[str, torch.Tensor]]
+"""Weights of each tensor rank, by our names."""
 
 
 def is_deepspeed(folder: Path) -> bool:
@@ -113,7 +113,7 @@ def read_deepspeed(
             ParameterShard(
                 weight, _state(shards[t::tensor], folder, name, weight) if shards else None
             )
-            for t, (weight, _) in enumerate(weight_shards)
+            for t, weight in enumerate(weight_shards)
         ]
     return source
 
@@ -144,12 +144,11 @@ def _modules(
                 f"{path} has no weights, and there are no layer_NN-model_NN-model_states.pt files: "
                 "the checkpoint is incomplete"
             )
-        named = {name: weight for name, weight in flatten(module).items() if name not in shared}
         each.append(
             {
-                our_name: (weight, name)
-                for name, weight in named.items()
-                if (our_name := translate(name))
+                our_name: weight
+                for name, weight in flatten(module).items()
+                if name not in shared and (our_name := translate(name))
             }
         )
     return each, translate
@@ -180,7 +179,7 @@ def _layers(
             for name, weight in flatten(content).items():
                 if our_name := names.in_file(number, name):
                     # a tied embedding is stored again in a later layer
-                    each[t].setdefault(our_name, (weight, name))
+                    each[t].setdefault(our_name, weight)
     return each, names.in_module
 
 

@@ -99,7 +99,7 @@ class Outgoing:
     """A checkpoint to convert to a Hugging Face folder.
 
     shapes  shape of each parameter, by our names
-    load    returns a parameter by its name, in fp32 or in `dtype`
+    load    returns a parameter by its name, in fp32 or in the type of the settings
     notes   remarks for the user
     """
 
@@ -108,12 +108,6 @@ class Outgoing:
     shapes: Shapes
     load: Callable[[str], torch.Tensor]
     notes: Sequence[str] = ()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the type in which tensors are written: that of the settings."""
-        torch_dtype: torch.dtype = getattr(torch, self.config.precision.dtype_name)
-        return torch_dtype
 
 
 def read_folder(folder: Path, chosen: Mapping[str, Any]) -> Incoming:
@@ -369,12 +363,7 @@ def to_huggingface(
         return tensor
 
     size = write_model(
-        target,
-        outgoing.config,
-        topology,
-        Parameters(outgoing.shapes, load),
-        outgoing.dtype,
-        companions,
+        target, outgoing.config, topology, Parameters(outgoing.shapes, load), companions
     )
     if target != folder:
         decided_by_first(topology, lambda: put_in_place(target, folder))

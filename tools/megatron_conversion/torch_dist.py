@@ -91,12 +91,14 @@ def read_torch_dist(
     for name, locations in weights.items():
         dtype = getattr(torch, stored[locations[0].key]["dtype"])
         # if the optimizer has no masters, the weights themselves are the masters
-        kinds = {"master": locations, **{kind: by_name[name] for kind, by_name in state.items()}}
+        of_kind = {kind: by_name[name] for kind, by_name in state.items()}
+        of_kind = {"weight": locations, "master": locations, **of_kind}
+        read = partial(_read, folder, stored, of_kind)
         source.parameters[name] = [
             ParameterShard(
                 torch.empty(_shape(entries, locations), dtype=dtype, device="meta"),
-                partial(_read_kind, folder, stored, kinds) if state else None,
-                partial(_read, folder, stored, locations),
+                read if state else None,
+                partial(read, "weight"),
             )
         ]
     return source
@@ -205,20 +207,14 @@ def _shape(entries: Mapping[str, Any], locations: Sequence[_Location]) -> tuple[
 
 
 def _read(
-    folder: Path, stored: Mapping[str, Stored], locations: Sequence[_Location]
-) -> torch.Tensor:
-    """Return a parameter from the data files."""
-    tensors = [read_tensor(folder, stored, key, layer) for key, layer in locations]
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
-def _read_kind(
     folder: Path,
     stored: Mapping[str, Stored],
-    kinds: Mapping[str, Sequence[_Location]],
+    of_kind: Mapping[str, Sequence[_Location]],
     kind: str,
 ) -> torch.Tensor:
-    return _read(folder, stored, kinds[kind])
+    """Return a parameter, or the optimizer's state of a kind, from the data files."""
+    tensors = [read_tensor(folder, stored, key, layer) for key, layer in of_kind[kind]]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _entry(folder: Path, key: str, value: Any) -> Stored:
