@@ -178,19 +178,9 @@ def rows_of_model(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> list
 
 
 def show(rows: Sequence[tuple[str, str]]) -> None:
-    """Print a table on a terminal, plain lines elsewhere."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(show_header=False)
-        for name, value in rows:
-            table.add_row(name, Text(value))
-        Console().print(table)
-    else:
-        for name, value in rows:
-            print(f"{name:<20} {value}")
+    """Print names and values."""
+    for name, value in rows:
+        print(f"{name:<20} {value}")
 
 
 def show_progress(done: int, total: int) -> None:

@@ -34,6 +34,7 @@ from megatron.checkpoint.folder import tagged_name
 from megatron.checkpoint.shards import Stored
 from megatron.config.option import Parser
 from megatron.errors import CheckpointError, ConfigError
+from megatron.planner.table import Table, print_table
 from megatron.training.run.process import as_tool
 from megatron_inspection.checkpoint import (
     Contents,
@@ -51,7 +52,6 @@ from megatron_preparation.progress import ByteProgress
 
 OK = 0
 DAMAGED = 1
-_PIPE_COLUMNS = 200  # width of the output if it is not a terminal
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -147,13 +147,13 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     described = describe(checkpoint)
     if not args.json:
         shown = {k: v for k, v in described.items() if k != "provenance" or args.provenance}
-        table(f"{folder}", ("", ""), [(name, plain_text(value)) for name, value in shown.items()])
+        table(f"{folder}", ("", ""), [*shown.items()])
     measured: dict[str, TensorNorm] = {}
     problem = None
     if args.norms:
         size = read_bytes(checkpoint, names)
         try:
-            with ReadProgress(f"reading {folder.name}", size) as progress:
+            with ByteProgress(f"reading {folder.name}", size) as progress:
                 measured = dict(norms(checkpoint, names, progress.add))
         except CheckpointError as error:
             problem = str(error)
@@ -281,7 +281,7 @@ def check(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         problems = {"tracker": verify_tracker(args.path)}
     for folder in chosen:
         size = sum(path.stat().st_size for path in folder.glob("*.distcp") if path.is_file())
-        with ReadProgress(f"checking {folder.name}", size) as progress:
+        with ByteProgress(f"checking {folder.name}", size) as progress:
             problems[folder.name] = verify(folder, progress.add)
     if not args.json:
         for name, listed in problems.items():
@@ -311,7 +311,7 @@ def show_difference(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         first, second = (contents(locate(path, args.tag)) for path in args.diff)
         check_match(args.match, [*matching(first, args.match), *matching(second, args.match)])
         size = sum(read_bytes(each, matching(each, args.match)) for each in (first, second))
-        with ReadProgress("reading both", size) as progress:
+        with ByteProgress("reading both", size) as progress:
             difference = compare(first, second, args.match, progress.add)
     except CheckpointError as error:
         if not args.json:
@@ -340,7 +340,7 @@ def show_difference(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
             ("state that differs", difference.state),
             ("settings that differ", difference.settings),
         ):
-            table(title, ("name", "A", "B"), [tuple(map(plain_text, change)) for change in changed])
+            table(title, ("name", "A", "B"), changed)
         print(f"{difference.equal} tensors are bitwise equal, {len(difference.tensors)} differ")
     return report, OK if difference.same else DAMAGED
 
@@ -348,50 +348,11 @@ def show_difference(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 # --- output
 
 
-class ReadProgress:
-    """Progress of reading, on standard error, from the sizes of reads; see ByteProgress."""
-
-    def __init__(self, what: str, size_bytes: int) -> None:
-        self._progress = ByteProgress(what, size_bytes)
-        self._done = 0
-
-    def __enter__(self) -> ReadProgress:
-        self._progress.__enter__()
-        return self
-
-    def add(self, size_bytes: int) -> None:
-        self._done += size_bytes
-        self._progress.update(self._done)
-
-    def __exit__(self, *error: Any) -> None:
-        self._progress.__exit__(*error)
-
-
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+def table(title: str, columns: tuple[str, ...], rows: Sequence[Sequence[Any]]) -> None:
     """Print a table, unless it has no rows."""
-    if not rows:
-        return
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    terminal = sys.stdout.isatty()
-    console = Console(file=sys.stdout, width=None if terminal else _PIPE_COLUMNS)
-    rich_table = Table(box=SIMPLE_HEAD, show_header=any(columns))
-
-    def is_number(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool)
-
-    for number, name in enumerate(columns):
-        right = all(is_number(row[number]) for row in rows)
-        rich_table.add_column(name, justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        rich_table.add_row(
-            *(Text(f"{value:,}" if is_number(value) else str(value)) for value in row)
-        )
-    console.print(Text(title, "bold"), soft_wrap=True)
-    console.print(rich_table)
+    if rows:
+        print(title)
+        print_table(Table("", columns, [tuple(map(plain_text, row)) for row in rows]))
 
 
 def shape_text(entry: Stored) -> str:

@@ -35,7 +35,15 @@ class Table:
         for row in self.rows:
             shown.add_row(*row)
         file = io.StringIO()
-        Console(file=file, width=width, color_system=None, legacy_windows=False).print(shown)
+        console = Console(
+            file=file,
+            width=width,
+            color_system=None,
+            legacy_windows=False,
+            markup=False,
+            emoji=False,
+        )
+        console.print(shown)
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines() if line.strip())
 
 

@@ -33,7 +33,7 @@ class ByteProgress:
         self._unit = unit
         self._what = what
         self._total = max(total, 1)
-        self._first = done
+        self._first = self._added = done
         self._clock = clock
         self._started = self._last_line = clock()
         self._bar: Any = None
@@ -61,6 +61,11 @@ class ByteProgress:
             self._task = self._bar.add_task(self._what, total=self._total, completed=self._first)
             self._bar.start()
         return self
+
+    def add(self, more: int) -> None:
+        """Show `more` bytes than before."""
+        self._added += more
+        self.update(self._added)
 
     def update(self, done: int, what: str | None = None, due: bool | None = None) -> None:
         """Show `done` bytes under the title `what`.
