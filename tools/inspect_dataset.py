@@ -21,27 +21,14 @@ from pathlib import Path
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import MOST_WIDTH, Parser, integer
-from megatron.data.indexed_dataset import (
-    bin_path,
-)
-from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megatron.config.option import Parser, integer
+from megatron.data.indexed_dataset import bin_path
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError
 from megatron.training.run.process import as_tool
 from megatron_inspection.dataset import PROBLEMS_PER_KIND, Inspection, inspect, plot_lengths
 from megatron_preparation.progress import ByteProgress
-
-_FEW = integer(0, MOST_WIDTH)
-TOKENIZER_FLAGS = (
-    "vocab_file",
-    "merge_file",
-    "tokenizer_model",
-    "vocab_size",
-    "vocab_extra_ids",
-    "tiktoken_pattern",
-    "tiktoken_num_special_tokens",
-    "tiktoken_special_tokens",
-)
+from megatron_preparation.tokenizer_flags import add_tokenizer_flags, tokenizer_settings
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -76,54 +63,18 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group(
         "tokenizer", "decodes samples; --validate checks that ids are in its vocabulary"
     )
-    group.add_argument(
-        "--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}"
-    )
-    group.add_argument(
-        "--tokenizer-model",
-        metavar="FILE",
-        help="SentencePiece model; tokenizer.json or its folder for HFTokenizer; .tiktoken file or "
-        "Megatron-LM's JSON vocabulary for TikTokenizer",
-    )
-    group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
-    group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    group.add_argument(
-        "--vocab-size",
-        type=integer(),
-        metavar="N",
-        help="size of the vocabulary without --tokenizer-type, or with NullTokenizer",
-    )
-    group.add_argument(
-        "--vocab-extra-ids", type=_FEW, metavar="N", help="extra ids of SentencePieceTokenizer"
-    )
-    group.add_argument(
-        "--tiktoken-pattern", metavar="NAME", help="pattern by which TikTokenizer splits text"
-    )
-    group.add_argument(
-        "--tiktoken-num-special-tokens",
-        type=_FEW,
-        metavar="N",
-        help="number of ids that TikTokenizer reserves for special tokens",
-    )
-    group.add_argument(
-        "--tiktoken-special-tokens",
-        nargs="+",
-        metavar="NAME",
-        help="special tokens of TikTokenizer",
-    )
+    add_tokenizer_flags(group)
     return parser
 
 
 def make_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     """Return the tokenizer that the flags select, if any. Raises ConfigError for invalid flags."""
-    options = {
-        name: getattr(args, name) for name in TOKENIZER_FLAGS if getattr(args, name) is not None
-    }
+    settings = tokenizer_settings(args)
     if args.tokenizer_type is not None:
-        return build_tokenizer(args.tokenizer_type, **options)
-    options.pop("vocab_size", None)
-    if options:
-        raise ConfigError(f"--{next(iter(options)).replace('_', '-')} needs --tokenizer-type")
+        return build_tokenizer(**settings)
+    settings.pop("vocab_size", None)
+    if settings:
+        raise ConfigError(f"--{next(iter(settings)).replace('_', '-')} needs --tokenizer-type")
     return None
 
 
@@ -168,23 +119,10 @@ def rows_of(result: Inspection) -> list[tuple[str, str]]:
 
 
 def show(result: Inspection) -> None:
-    """Print an inspection: a table on a terminal, plain lines elsewhere."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        console = Console()
-        table = Table(show_header=False)
-        for name, value in rows_of(result):
-            table.add_row(name, Text(value))
-        # on one line, so that it can be copied
-        console.print(Text(result.prefix, "bold"), soft_wrap=True)
-        console.print(table)
-    else:
-        print(result.prefix)
-        for name, value in rows_of(result):
-            print(f"  {name:<20} {value}")
+    """Print an inspection."""
+    print(result.prefix)
+    for name, value in rows_of(result):
+        print(f"  {name:<20} {value}")
     for sample in result.samples:
         shown = f", the first {len(sample.ids)}" if len(sample.ids) < sample.tokens else ""
         signs = "" if sample.runs is None else "; + in the loss, - not"

@@ -22,24 +22,25 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
-from types import FrameType
 
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import MOST_WIDTH, Parser, integer
-from megatron.data.tokenizer import TOKENIZER_TYPES, settings_of
+from megatron.data.tokenizer import settings_of
 from megatron.errors import ConfigError
-from megatron.training.run.process import as_tool
+from megatron.training.run.process import as_tool, handled_signals
 from megatron_preparation.chat import find_chat
 from megatron_preparation.encode import PreprocessOptions
 from megatron_preparation.preprocess import ON_BAD_INPUT, Listeners, PreprocessStopped, preprocess
 from megatron_preparation.progress import PreprocessProgress
 from megatron_preparation.sources import FORMATS
+from megatron_preparation.tokenizer_flags import add_tokenizer_flags, tokenizer_settings
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WITHOUT_EFFECT = {
     "lang": "the rule for sentences does not depend on the language",
     "partitions": "--workers divides the work among processes, with a single output",
@@ -77,7 +78,13 @@ def build_parser() -> argparse.ArgumentParser:
         "useful N is --seq-length + 1 of the training (default: conversations are written whole, "
         "and cut as other documents are when samples are packed)",
     )
-    _add_tokenizer(parser.add_argument_group("tokenizer"))
+    group = parser.add_argument_group("tokenizer")
+    add_tokenizer_flags(group, required=True)
+    group.add_argument(
+        "--append-eod",
+        action="store_true",
+        help="append the end-of-document token to every document that does not end with it",
+    )
     group = parser.add_argument_group("output")
     group.add_argument(
         "--output-prefix",
@@ -166,53 +173,6 @@ def _add_input(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_tokenizer(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--tokenizer-type",
-        required=True,
-        metavar="TYPE",
-        help=f"one of {', '.join(TOKENIZER_TYPES)}",
-    )
-    group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
-    group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    group.add_argument(
-        "--tokenizer-model",
-        metavar="FILE",
-        help="SentencePiece model; tokenizer.json or its folder for HFTokenizer; .tiktoken file or "
-        "Megatron-LM's JSON vocabulary for TikTokenizer",
-    )
-    group.add_argument(
-        "--vocab-size", type=integer(), metavar="N", help="vocabulary size of NullTokenizer"
-    )
-    group.add_argument(
-        "--vocab-extra-ids",
-        type=integer(0, MOST_WIDTH),
-        default=0,
-        metavar="N",
-        help="extra ids of SentencePieceTokenizer",
-    )
-    group.add_argument(
-        "--tiktoken-pattern", metavar="NAME", help="pattern by which TikTokenizer splits text"
-    )
-    group.add_argument(
-        "--tiktoken-num-special-tokens",
-        type=integer(1, MOST_WIDTH),
-        metavar="N",
-        help="ids that TikTokenizer reserves for special tokens",
-    )
-    group.add_argument(
-        "--tiktoken-special-tokens",
-        nargs="+",
-        metavar="NAME",
-        help="special tokens of TikTokenizer",
-    )
-    group.add_argument(
-        "--append-eod",
-        action="store_true",
-        help="append the end-of-document token to every document that does not end with it",
-    )
-
-
 def options_of(
     args: argparse.Namespace, say: Callable[[str], None] = lambda _: None
 ) -> PreprocessOptions:
@@ -221,20 +181,8 @@ def options_of(
     Raises ConfigError for flags that contradict or need --chat and for an invalid template,
     DataError for an unreadable one.
     """
-    tokenizer = {
-        name: getattr(args, name)
-        for name in (
-            "tokenizer_type",
-            "vocab_file",
-            "merge_file",
-            "tokenizer_model",
-            "vocab_size",
-            "vocab_extra_ids",
-            "tiktoken_pattern",
-            "tiktoken_num_special_tokens",
-            "tiktoken_special_tokens",
-        )
-    }
+    # jobs always record --vocab-extra-ids
+    tokenizer = {"vocab_extra_ids": 0, **tokenizer_settings(args)}
     chat = None
     if args.chat:
         for flag in ("json_keys", "split_sentences", "keep_newlines"):
@@ -262,27 +210,11 @@ def options_of(
 
 
 class StopSignal:
-    """Records the first signal to stop; the second ends the process immediately."""
+    """First signal to stop that was received, or 0; the second ends the process immediately."""
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    received = 0
 
-    def __init__(self) -> None:
-        self.received = 0
-
-    @contextmanager
-    def handled(self) -> Iterator[None]:
-        # Signals that were ignored from the start, as under nohup, stay ignored.
-        before = {number: signal.getsignal(number) for number in self.SIGNALS}
-        handled = [number for number in self.SIGNALS if before[number] is not signal.SIG_IGN]
-        try:
-            for number in handled:
-                signal.signal(number, self._receive)
-            yield
-        finally:
-            for number in handled:
-                signal.signal(number, before[number])
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def receive(self, number: int) -> None:
         if self.received:
             raise KeyboardInterrupt
         self.received = number
@@ -307,7 +239,7 @@ def main(argv: Sequence[str]) -> int:
         should_stop=lambda: stop.received != 0,
     )
     try:
-        with closing(progress), stop.handled():
+        with closing(progress), handled_signals(SIGNALS, stop.receive):
             totals = preprocess(
                 args.input,
                 args.output_prefix,

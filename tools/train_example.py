@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,7 +30,8 @@ from megatron.config.option import Parser, integer
 from megatron.errors import LaunchError, print_error
 from megatron.jobs import parent_watch
 from megatron.metrics_file import read_records
-from megatron.training.run.process import as_tool
+from megatron.planner import subprocesses
+from megatron.training.run.process import as_tool, handled_signals
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
@@ -408,26 +408,15 @@ def train(arguments: Sequence[str], machine: LocalMachine) -> None:
 
     Raises LaunchError if one fails, and Interrupted.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": machine.processes,
-            "LOCAL_WORLD_SIZE": machine.processes,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        for rank in range(machine.processes)
-    ]
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *arguments]
-    environments = [
-        environment(machine) | {name: str(value) for name, value in names.items()}
-        for names in ranks
-    ]
-    codes = run_together([command] * machine.processes, environments)
+    count = machine.processes
+    with subprocesses.reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+        environments = [
+            subprocesses.environment(environment(machine), rank, count, port)
+            for rank in range(count)
+        ]
+        codes = run_together([command] * count, environments)
     if any(codes):
         raise LaunchError(
             f"training failed, exit codes of the processes {codes}: see their messages above"
@@ -484,21 +473,14 @@ def noted_signals() -> Iterator[list[signal.Signals]]:
     noted = list[signal.Signals]()
     last = dict[int, float]()
 
-    def note(number: int, frame: object) -> None:
+    def note(number: int) -> None:
         now = time.monotonic()
         if now - last.get(number, float("-inf")) > ONE_PRESS_S:
             noted.append(signal.Signals(number))
             last[number] = now
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
-    try:
-        for number in handled:
-            signal.signal(number, note)
+    with handled_signals(SIGNALS, note):
         yield noted
-    finally:
-        for number in handled:
-            signal.signal(number, before[number])
 
 
 def summary(size: Size, run: Path, picture: Path, steps: Steps) -> int:

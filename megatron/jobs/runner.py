@@ -57,6 +57,7 @@ from megatron.jobs.run_processes import (
 from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.metrics_file import read_records
 from megatron.parallel.environment import ask_slurm, job_name
+from megatron.training.run.process import SIGNALS, handled_signals
 
 SLACK = 3.0
 START_UP_S = 300.0
@@ -71,7 +72,6 @@ _LEAST_STALL_S = 60.0
 _SLOWER = 10.0
 _EXIT_S = 30.0  # allowed from the last record to the end of the processes
 _MOST_LOST = 2  # attempts that a run may lose to dead nodes; the next loss is its result
-_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 Say = Callable[[str], object]
@@ -244,7 +244,7 @@ class Runner:
         Raises ConfigError if jobs cannot be started or files cannot be written.
         """
         why = "an error"
-        with self._signals():
+        with handled_signals(SIGNALS, self._note):
             try:
                 why = self._loop(source)
             finally:
@@ -378,23 +378,8 @@ class Runner:
             if self._running:
                 self._sleep(_POLL_S)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Record signals instead of dying; ignored ones (SIGHUP under nohup) stay ignored."""
-
-        def note(number: int, _frame: object) -> None:
-            self.signal = signal.Signals(number).name
-
-        handlers = {
-            number: signal.signal(number, note)
-            for number in _SIGNALS
-            if signal.getsignal(number) is not signal.SIG_IGN
-        }
-        try:
-            yield
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+    def _note(self, number: int) -> None:
+        self.signal = signal.Signals(number).name
 
 
 @dataclass

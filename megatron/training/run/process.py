@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -123,6 +123,23 @@ class Signals:
             print(f" Ctrl-C: {text}", file=sys.stderr, flush=True)
         if ends:
             leave(EXIT_INTERRUPTED)
+
+
+@contextlib.contextmanager
+def handled_signals(
+    numbers: Iterable[signal.Signals], note: Callable[[int], None]
+) -> Iterator[None]:
+    """Call `note` for these signals; those that are ignored, as under nohup, stay ignored."""
+    before = {
+        number: signal.signal(number, lambda received, _: note(received))
+        for number in numbers
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Output(io.FileIO):

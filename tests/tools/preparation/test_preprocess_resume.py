@@ -394,7 +394,7 @@ def test_signals_stop_the_tool_and_it_goes_on(tmp_path, capsys, monkeypatch):
         words = f"--input {path} --output-prefix {tmp_path / name} --workers 1".split()
         return preprocess_data.main([*words, *NULL_FLAGS]), capsys.readouterr().err
 
-    handlers = [signal.getsignal(s) for s in preprocess_data.StopSignal.SIGNALS]
+    handlers = [signal.getsignal(s) for s in preprocess_data.SIGNALS]
     assert run("whole")[0] == 0
     # Twice: at once.
     for number, times in ((signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGINT, 2)):
@@ -407,7 +407,7 @@ def test_signals_stop_the_tool_and_it_goes_on(tmp_path, capsys, monkeypatch):
             patch.setattr(preprocess_data.PreprocessProgress, "update", kill)
             code, errors = run(f"o{number}{times}")
         assert code == 128 + number and handlers == [
-            signal.getsignal(s) for s in preprocess_data.StopSignal.SIGNALS
+            signal.getsignal(s) for s in preprocess_data.SIGNALS
         ]
         assert times == 2 or (number.name in errors and f"o{number}1_partial" in errors)
         code, errors = run(f"o{number}{times}")
