@@ -22,6 +22,16 @@ Kinds = Mapping[Check, Sequence[str]]
 """Names of values, by the check that each value must pass if it is present and not null."""
 
 
+def strict_json(
+    value: object,
+    constant: Callable[[str], object] = lambda _: None,
+    indent: int | None = None,
+) -> str:
+    """Return JSON, which cannot represent infinities and NaN: `constant` replaces their names."""
+    text = json.dumps(value, default=str)
+    return json.dumps(json.loads(text, parse_constant=constant), indent=indent)
+
+
 def _number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e100  # excludes NaN and infinity
 

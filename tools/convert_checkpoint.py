@@ -35,7 +35,7 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.checkpoint.huggingface_config import is_huggingface
-from megatron.config.command_line import flag_table, scan
+from megatron.config.command_line import read_settings
 from megatron.config.option import Parser, real
 from megatron.config.settings import raise_problems
 from megatron.engine.optimizer_state import AVERAGE
@@ -115,25 +115,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def model_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Return settings from flags of pretrain_gpt.py. Raises ConfigError, listing all problems."""
-    scanned = scan(argv)
-    problems = list(scanned.problems)
-    settings = dict[str, Any]()
-    for spelling, words in scanned.flags.items():
-        flag = flag_table()[spelling]
-        if flag.option is None:
-            problems.append(f"{spelling} is not a setting of pretrain_gpt.py")
-        elif flag.value is None:
-            try:
-                settings[flag.option.name] = flag.option.parse(words)
-            except ValueError as error:
-                problems.append(f"{spelling} {error}")
-        elif words:
-            problems.append(f"{spelling} takes no value, got {' '.join(words)}")
-        else:
-            settings[flag.option.name] = flag.value
-    raise_problems(problems)
-    return settings
+    """Return the settings that flags of pretrain_gpt.py choose; print notices about them.
+
+    Raises ConfigError, listing all problems.
+    """
+    chosen = read_settings(argv)
+    raise_problems(chosen.problems)
+    for notice in chosen.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    return dict(chosen.explicit)
 
 
 def rows_of(plan: Any) -> list[tuple[str, str]]:

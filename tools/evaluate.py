@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 import time
@@ -49,6 +48,7 @@ from megatron.config.option import MOST_WIDTH, Parser, integer
 from megatron.data.indexed_dataset import IndexedDataset, data_files
 from megatron.data.tokenizer_record import check_tokenizer
 from megatron.errors import ConfigError, DataError
+from megatron.metrics_file import strict_json
 from megatron.training.run.process import as_tool, leave
 from megatron_inference import tokens
 from megatron_inference.model import Trained, add_flags, run_with_model
@@ -191,7 +191,7 @@ def evaluate_tasks(args: argparse.Namespace, trained: Trained) -> None:
         )
         trained.publish(event)
         if first:
-            print(as_json(event.as_record()) if args.format == "json" else event, flush=True)
+            print(strict_json(event.as_record()) if args.format == "json" else event, flush=True)
 
 
 def evaluate_with_lm_eval(args: argparse.Namespace, trained: Trained) -> None:
@@ -221,7 +221,9 @@ def evaluate_with_lm_eval(args: argparse.Namespace, trained: Trained) -> None:
     )
     trained.publish(event)
     if trained.topology.world.is_first:
-        print(as_json(event.as_record()) if args.format == "json" else table(results), flush=True)
+        print(
+            strict_json(event.as_record()) if args.format == "json" else table(results), flush=True
+        )
 
 
 def evaluate(args: argparse.Namespace, trained: Trained) -> None:
@@ -277,7 +279,7 @@ def evaluate(args: argparse.Namespace, trained: Trained) -> None:
         "tokens_per_second": count / seconds,
     }
     trained.publish(Evaluated(**result))
-    print(as_json(result) if args.format == "json" else as_text(result), flush=True)
+    print(strict_json(result) if args.format == "json" else as_text(result), flush=True)
 
 
 class Input:
@@ -399,17 +401,6 @@ class Input:
         batch = make_micro_batch(ids, lengths=lengths, separation=separation)
         mask = batch.loss_mask * torch.from_numpy(counts)
         return dataclasses.replace(batch, loss_mask=mask).to(self._trained.topology.device)
-
-
-def as_json(result: dict[str, Any]) -> str:
-    """Return the result as a JSON object; numbers that are not finite become null."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: finite(inner) for name, inner in value.items()}
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(finite(result))
 
 
 def as_text(result: dict[str, Any]) -> str:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -34,6 +33,7 @@ from megatron.checkpoint.folder import tagged_name
 from megatron.checkpoint.shards import Stored
 from megatron.config.option import Parser
 from megatron.errors import CheckpointError, ConfigError
+from megatron.metrics_file import strict_json
 from megatron.planner.table import Table, print_table
 from megatron.training.run.process import as_tool
 from megatron_inspection.checkpoint import (
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     report, code = run(args)
     if args.json:
-        print(json.dumps(_finite(report), indent=1))
+        print(strict_json(report, str, indent=1))
     return code
 
 
@@ -374,15 +374,6 @@ def plain_text(value: Any) -> str:
             or "none"
         )
     return str(value)
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with infinities and NaN as text, since JSON cannot represent them."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

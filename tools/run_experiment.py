@@ -40,11 +40,17 @@ from megatron.jobs.experiment import (
     state_of,
 )
 from megatron.jobs.result import DONE, FAILED
-from megatron.jobs.runner import LaunchTarget, Runner, slurm_time_left_s, time_left
+from megatron.jobs.runner import (
+    LaunchTarget,
+    Runner,
+    add_launch_flags,
+    read_hosts,
+    slurm_time_left_s,
+    time_left,
+)
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.table import print_table
 from megatron.training.run.process import as_tool
-from megatron.untrusted import read_text
 
 _COUNT = integer(1, MOST_PROCESSES)
 
@@ -127,27 +133,7 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="NODES",
         help="print the cluster's time limit for a job on NODES nodes",
     )
-    group.add_argument(
-        "--launcher",
-        choices=("slurm", "local"),
-        default="slurm",
-        help="how points are started (default slurm)",
-    )
-    group.add_argument(
-        "--hosts-file", type=Path, metavar="FILE", help="file with the nodes to use, one per line"
-    )
-    group.add_argument(
-        "--nodes",
-        type=_COUNT,
-        metavar="N",
-        help="nodes of the allocation, for the cost in --dry-run",
-    )
-    group.add_argument(
-        "--tasks-per-node",
-        type=_COUNT,
-        metavar="N",
-        help="processes per node (default: devices per node of the cluster)",
-    )
+    add_launch_flags(group, "slurm")
     group.add_argument(
         "--one-at-a-time",
         action="store_true",
@@ -257,13 +243,7 @@ def run(args: argparse.Namespace, points: list[Point], root: Path) -> int:
     """Run the points; return the exit code."""
     hosts: tuple[str, ...] = ()
     if args.launcher == "slurm":
-        if args.hosts_file is None or not args.hosts_file.is_file():
-            raise ConfigError(
-                "no nodes: give --hosts-file FILE inside an allocation, as "
-                "examples/frontier/weak_scaling.sh does; --launcher local runs on this machine, "
-                "--dry-run shows what would run"
-            )
-        hosts = tuple(read_text(args.hosts_file, 1 << 24, error=ConfigError).split())
+        hosts = read_hosts(args.hosts_file)
     scaling_experiment = Experiment(root, points, args.limit, args.retry_failed, _say)
     target = LaunchTarget(args.launcher, hosts, 1 if args.one_at_a_time else len(hosts))
     scaling_experiment.run(Runner(target, _say, left_s=time_left(None, slurm_time_left_s)))

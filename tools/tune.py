@@ -24,6 +24,7 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 from megatron.config.command_line import add_preset, split_at_dashes, with_preset
 from megatron.config.option import MOST_PROCESSES, Parser, integer, real
 from megatron.jobs import tune
+from megatron.jobs.runner import add_launch_flags
 from megatron.jobs.search import SEARCHES
 from megatron.jobs.trial_statistics import OBJECTIVES
 from megatron.planner.memory import HEADROOM
@@ -150,11 +151,7 @@ def _add_trials(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_devices(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--launcher",
-        choices=("local", "slurm"),
-        help="how trials are started (default: slurm inside an allocation, else local)",
-    )
+    add_launch_flags(group, None)
     group.add_argument(
         "--processes",
         type=_COUNT,
@@ -163,29 +160,11 @@ def _add_devices(group: argparse._ArgumentGroup) -> None:
         "GPUs, else the number of cores, or of processes in the space if that is larger)",
     )
     group.add_argument(
-        "--hosts-file",
-        type=Path,
-        metavar="FILE",
-        help="slurm: file with the nodes to use, one per line",
-    )
-    group.add_argument(
-        "--tasks-per-node",
-        type=_COUNT,
-        metavar="N",
-        help="slurm: processes per node (default: devices per node of the cluster)",
-    )
-    group.add_argument(
         "--parallel",
         type=_COUNT,
         metavar="K",
         help="slurm: maximum number of concurrent trials, each on its own nodes (default: "
         "as many as fit)",
-    )
-    group.add_argument(
-        "--nodes",
-        type=_COUNT,
-        metavar="N",
-        help="slurm: number of nodes to assume for --dry-run without --hosts-file",
     )
     group.add_argument(
         "--cluster",

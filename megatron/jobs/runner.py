@@ -9,6 +9,7 @@ the run is repeated on other nodes.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.config.duration import duration_s, show_duration
+from megatron.config.option import MOST_PROCESSES, integer
 from megatron.data.file_lock import LOCK_NAME, renamed_into
 from megatron.errors import ConfigError, DataError
 from megatron.jobs.result import (
@@ -58,6 +60,7 @@ from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.metrics_file import read_records
 from megatron.parallel.environment import ask_slurm, job_name
 from megatron.training.run.process import SIGNALS, handled_signals
+from megatron.untrusted import read_text
 
 SLACK = 3.0
 START_UP_S = 300.0
@@ -90,6 +93,54 @@ class LaunchTarget:
     launcher: str
     hosts: tuple[str, ...] = ()
     parallel: int = 1
+
+
+def add_launch_flags(group: argparse._ArgumentGroup, launcher: str | None) -> None:
+    """Add the flags of a tool that starts runs; `launcher` is the default."""
+    group.add_argument(
+        "--launcher",
+        choices=("local", "slurm"),
+        default=launcher,
+        help=f"how runs are started (default: {launcher or 'slurm inside an allocation, else local'})",
+    )
+    group.add_argument(
+        "--hosts-file",
+        type=Path,
+        metavar="FILE",
+        help="slurm: file with the nodes to use, one per line",
+    )
+    count = integer(1, MOST_PROCESSES)
+    group.add_argument(
+        "--tasks-per-node",
+        type=count,
+        metavar="N",
+        help="slurm: processes per node (default: devices per node of the cluster)",
+    )
+    group.add_argument(
+        "--nodes",
+        type=count,
+        metavar="N",
+        help="slurm: nodes of the allocation, for --dry-run without --hosts-file",
+    )
+
+
+def read_hosts(file: Path | None) -> tuple[str, ...]:
+    """Return the nodes that --hosts-file lists. Raises ConfigError."""
+    if file is None:
+        raise ConfigError(
+            "no nodes: give --hosts-file FILE inside an allocation, as the scripts in "
+            "examples/frontier do; --launcher local runs on this machine, --dry-run shows what "
+            "would run"
+        )
+    hosts = tuple(read_text(file, 1 << 24, error=ConfigError).split())
+    if not hosts:
+        raise ConfigError(f"--hosts-file {file} is empty: give each node once, one per line")
+    if len(set(hosts)) < len(hosts):
+        twice = next(host for host in hosts if hosts.count(host) > 1)
+        raise ConfigError(
+            f"--hosts-file {file} has {twice} more than once: give each node once, one per line"
+        )
+    return hosts
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,12 @@ from megatron.config.command_line import read_settings
 from megatron.config.duration import duration_s
 from megatron.errors import ConfigError
 from megatron.jobs.candidate_layouts import DATA, LOSS, Candidate, Machine, trial_flags
-from megatron.jobs.runner import SLACK, START_UP_S, LaunchTarget
+from megatron.jobs.runner import SLACK, START_UP_S, LaunchTarget, read_hosts
 from megatron.jobs.search import find_search
 from megatron.jobs.space import SearchSpace, load_space
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.search.space import usable_bytes
 from megatron.planner.subprocesses import gpus_here
-from megatron.untrusted import read_text
 
 _LIMIT_S = 1800.0  # time limit for a trial whose time cannot be predicted
 
@@ -150,7 +149,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
             "--processes is for --launcher local; use --tasks-per-node for the processes of a node"
         )
     else:
-        hosts = _hosts(args, shows)
+        hosts = () if args.hosts_file is None and shows else read_hosts(args.hosts_file)
         each = args.tasks_per_node or (cluster.devices_per_node if cluster else 8)
         nodes = len(hosts) or args.nodes or _most(space, "nodes")
         target = LaunchTarget(launcher, hosts, args.parallel or nodes)
@@ -196,26 +195,3 @@ def _most(space: SearchSpace, name: str) -> int:
     text = space.derived[name].text if name in space.derived else ""
     fixed = int(text) if text.isdigit() else 0
     return max(n for n in (*values, fixed) if isinstance(n, int))
-
-
-def _hosts(args: argparse.Namespace, shows: bool) -> tuple[str, ...]:
-    if args.hosts_file is None:
-        if shows:
-            return ()
-        raise ConfigError(
-            "no nodes: give --hosts-file FILE inside an allocation, as "
-            "examples/frontier/tune.sbatch does; --launcher local runs trials on this machine, "
-            "--dry-run shows what would run"
-        )
-    hosts = tuple(read_text(args.hosts_file, 1 << 24, error=ConfigError).split())
-    if not hosts:
-        raise ConfigError(
-            f"--hosts-file {args.hosts_file} is empty: give each node once, one per line"
-        )
-    if len(set(hosts)) < len(hosts):
-        twice = next(host for host in hosts if hosts.count(host) > 1)
-        raise ConfigError(
-            f"--hosts-file {args.hosts_file} has {twice} more than once: give each node once, one "
-            "per line"
-        )
-    return hosts

@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.errors import ConfigError
+from megatron.metrics_file import strict_json
 from megatron.parallel.environment import natural_number
 from megatron.protocols import Callback
 from megatron.training.report import mlflow_writer
@@ -71,9 +72,7 @@ class JsonLines(Callback):
 
     def on_event(self, event: Event) -> None:
         """Append the record of an event."""
-        text = json.dumps(event.as_record(), default=str)
-        finite = json.loads(text, parse_constant=lambda _: None)
-        line = (json.dumps(finite) + "\n").encode()
+        line = (strict_json(event.as_record()) + "\n").encode()
         line = b"\n" + line if self._torn else line
         try:
             self._torn = (self._file.write(line) or 0) < len(line)
