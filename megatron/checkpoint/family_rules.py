@@ -404,11 +404,13 @@ _LINEAR_TYPES = ("linear_attention", "full_attention")
 
 def _linear_attention(fields: Fields) -> Values:
     linear = _layer_types(fields, _all_but(fields, "full_attention_interval"), _LINEAR_TYPES)
-    if not any(linear):
-        raise ValueError(f"layer_types has no {_LINEAR_TYPES[0]}: it is another family's model")
+    if any(linear) == all(linear):
+        raise ValueError(
+            f"layer_types has no {_LINEAR_TYPES[any(linear)]}: models of this family do"
+        )
     return {
         "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": None if all(linear) else tuple(map(int, linear)),
+        "linear_attention_freq": tuple(map(int, linear)),
     }
 
 

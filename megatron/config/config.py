@@ -316,15 +316,9 @@ def resolve(s: Settings) -> None:
     s.fill("exit_signal_handler", v["save"] is not None, "derived from save")
     s.fill("max_consecutive_skips", 100 if v["fp16"] else 10, "derived from fp16")
     if v["save_interval"] is not None and v["save"] is None:
-        s.notices.append(
-            f"--save-interval {v['save_interval']} has no effect: nothing is saved without --save "
-            "FOLDER"
-        )
-        s.derive("save_interval", None, "derived: there is no --save FOLDER")
+        s.ignore("save_interval", "nothing is saved without --save FOLDER")
     if v["data_packing"] == "best-fit" and v["mock_data"]:
-        s.notices.append(
-            "--data-packing best-fit has no effect: --mock-data has no documents to pack"
-        )
+        s.ignore("data_packing", "--mock-data has no documents to pack")
     elif v["data_packing"] == "best-fit":
         for name in ("reset_position_ids", "reset_attention_mask"):
             if name not in s.explicit:
@@ -385,15 +379,11 @@ def _experts(s: Settings) -> None:
     """Derive the settings of experts; without experts, reset them to their defaults."""
     v = s.values
     if v["num_experts"] in (0, 1):
-        s.notices.append(f"--num-experts {v['num_experts']} has no effect: it means no experts")
-        s.derive("num_experts", None, "derived: there are no experts")
+        s.ignore("num_experts", "it means no experts")
     if v["num_experts"] is None:
-        for name, option in all_options().items():
-            if name.startswith("moe_") and v[name] != option.default:
-                flag = s.origins[name].removeprefix("command line: ")
-                flag = flag if flag.startswith("--") else option.written(v[name])
-                s.notices.append(f"{flag} has no effect: there are no experts")
-                s.derive(name, option.default, "derived: there are no experts")
+        for name in filter(s.changed, all_options()):
+            if name.startswith("moe_"):
+                s.ignore(name, "there are no experts")
         return
     if v["moe_router_force_load_balancing"]:
         s.notices.append(EVEN_CHOICES)
@@ -401,8 +391,7 @@ def _experts(s: Settings) -> None:
         s.fill("moe_ffn_hidden_size", v["ffn_hidden_size"], "derived from ffn-hidden-size")
         softmax = v["moe_router_score_function"] == "softmax"
         if v["moe_router_pre_softmax"] and not softmax:  # as DeepSeek-V3's scripts have it
-            s.notices.append("--moe-router-pre-softmax has no effect: there is no softmax")
-            s.derive("moe_router_pre_softmax", False, "derived: there is no softmax")
+            s.ignore("moe_router_pre_softmax", "there is no softmax")
         if softmax and v["moe_router_topk"] == 1 and not v["moe_router_pre_softmax"]:
             s.notices.append(
                 "--moe-router-topk 1 with a softmax over the chosen expert alone gives it the "
@@ -447,9 +436,7 @@ def _parallel(s: Settings) -> None:
     setting = "expert_tensor_parallel_size"
     ranks = v["tensor_model_parallel_size"]
     if v["num_experts"] is None and v[setting] not in (None, ranks) and setting not in s.bad:
-        s.notices.append(
-            f"--expert-tensor-parallel-size {v[setting]} has no effect: there are no experts"
-        )
+        s.ignore(setting, "there are no experts")
         s.derive(setting, ranks, "derived: there are no experts")
     if s.usable(*SIZES):
         tensor, pipeline, context, expert = (v[name] for name in SIZES)
@@ -473,13 +460,10 @@ def _parallel(s: Settings) -> None:
         ("tp_comm_overlap", tensor),
     ):
         if v[name] and v[size] == 1 and s.usable(size):
-            alone = s.written(size)
-            s.derive(name, False, f"derived from {alone[2:]}")
-            s.notices.append(f"{all_options()[name].flag} is off: it has no effect with {alone}")
+            s.ignore(name, s.written(size))
     _schedule(s)
-    chunks = all_options()["tp_comm_overlap_chunks"]
-    if v[chunks.name] != chunks.default and not v["tp_comm_overlap"]:
-        s.notices.append("--tp-comm-overlap-chunks has no effect: --tp-comm-overlap is off")
+    if s.changed("tp_comm_overlap_chunks") and not v["tp_comm_overlap"]:
+        s.ignore("tp_comm_overlap_chunks", "--tp-comm-overlap is off")
 
 
 def _schedule(s: Settings) -> None:
@@ -493,7 +477,7 @@ def _schedule(s: Settings) -> None:
     alone = f"{all_options()[size].flag} 1"
     if s.values[size] == 1:
         if chosen not in (None, "1f1b"):
-            s.notices.append(f"{s.written(name)} is off: it has no effect with {alone}")
+            s.ignore(name, alone)
         s.derive(name, "1f1b", f"derived from {alone[2:]}")
     elif chosen is None:
         chunks = s.values["virtual_pipeline_model_parallel_size"]
@@ -516,9 +500,7 @@ def _chunks(s: Settings) -> None:
     ):
         chunks, remainder = divmod(v["num_layers"], pipeline * per_chunk)
         if remainder == 0 and chunks == 1:
-            written = s.written("num_layers_per_virtual_pipeline_stage")
-            s.notices.append(f"{written} has no effect: each pipeline rank has one chunk")
-            s.derive("num_layers_per_virtual_pipeline_stage", None, "derived: there is one chunk")
+            s.ignore("num_layers_per_virtual_pipeline_stage", "each pipeline rank has one chunk")
         elif remainder == 0:
             s.derive(origin, chunks, "derived from num-layers-per-virtual-pipeline-stage")
     elif s.usable("pipeline_schedule") and v["pipeline_schedule"] in V_SHAPED and pipeline != 1:

@@ -10,6 +10,8 @@ CONFLICTS = """
     data_path data_file_list mock_data train_data_path
     data_path data_file_list mock_data valid_data_path
     data_path data_file_list mock_data test_data_path
+    data_packing=best-fit reset_position_ids=false: positions begin anew in each document
+    data_packing=best-fit reset_attention_mask=false: attention begins anew in each document
     train_data_exact_num_epochs data_packing=best-fit: it reads as many epochs as the run needs
     loss_mask=required calculate_per_token_loss=false: each token that counts has to count equally
     loss_mask=optional calculate_per_token_loss=false: each token that counts has to count equally
@@ -82,19 +84,6 @@ def _parts_of_files(config: Sections) -> Problems:
             f"--train-data-path has several parts of {', '.join(several)}, whose epochs could not be "
             "told apart: use one part, or separate files"
         )
-
-
-@check("data_packing")
-def _packing(config: Sections) -> Problems:
-    data = config.data
-    if data.data_packing != "best-fit" or data.mock_data:
-        return
-    for name in ("reset_position_ids", "reset_attention_mask"):
-        if not config.get(name):
-            yield (
-                f"{config.written(name)} and --data-packing best-fit contradict each other: with best-fit, "
-                "positions and attention start anew in each document"
-            )
 
 
 @check("goldfish_h", "seq_length")

@@ -159,6 +159,13 @@ class Settings:
         if self.is_unset(name):
             self.derive(name, value, origin)
 
+    def ignore(self, name: str, reason: str) -> None:
+        """Set the default instead of a value that has no effect, and say so."""
+        flag = self.origins[name].removeprefix("command line: ")  # of another framework
+        flag = flag if flag.startswith("--") else self.written(name)
+        self.notices.append(f"{flag} has no effect: {reason}")
+        self.derive(name, all_options()[name].default, f"derived: {reason}")
+
     def written(self, name: str) -> str:
         """Return the flag that sets the value of a setting."""
         return all_options()[name].written(self.values[name])

@@ -5,6 +5,7 @@ All problems are collected; no check needs a process group or a file.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,6 +38,7 @@ have their defaults.
 """
 
 
+@functools.cache
 def _term(word: str) -> tuple[str, Any]:
     """Return the setting and the value in NAME=VALUE; None if there is only a NAME."""
     name, _, text = word.partition("=")
@@ -94,11 +96,11 @@ def validate(settings: Settings) -> None:
         chosen = [name for name, value in terms if _met(name, value, values[name])]
         if len(chosen) > 1 and bad.isdisjoint(chosen):
             remedy = f"{reason}; leave one of them out" if reason else "choose one"
-            add(f"{' and '.join(map(config.written, chosen))} contradict each other: {remedy}")
+            add(f"{' and '.join(map(settings.written, chosen))} contradict each other: {remedy}")
     for low, high in ASCENDING:
         derived = settings.explicit.keys().isdisjoint((low, high))  # their sources are compared
         if settings.usable(low, high) and values[low] > values[high] and not derived:
-            add(f"{config.written(low)} is greater than {config.written(high)}")
+            add(f"{settings.written(low)} is greater than {settings.written(high)}")
     for needed, value, names in _needed():
         option = options[needed]
         actual = values[needed]
@@ -108,8 +110,8 @@ def validate(settings: Settings) -> None:
         remedy = f"{option.flag} {words}" if value is None else option.written(value)
         remedy += f", not {actual}" if actual else ""
         for name in names:
-            if name not in bad and config.changed(name):
-                add(f"{config.written(name)} needs {remedy}")
+            if name not in bad and settings.changed(name):
+                add(f"{settings.written(name)} needs {remedy}")
 
 
 def run_requirements(settings: Settings) -> None:

@@ -627,6 +627,7 @@ model-parallel-size tiktoken-pattern tiktoken-num-special-tokens tiktoken-specia
 # Flags, and what they need beside them to make sense; "-" takes one out of the base.
 BESIDE = """
 --qk-layernorm-over => --qk-layernorm
+--data-packing => --mock-data - --data-path a
 --moe-layer-freq --moe-ffn-hidden-size --moe-aux-loss-coeff --moe-loss-coeff --moe-z-loss-coeff \
     --moe-input-jitter-eps --moe-expert-capacity-factor --moe-train-capacity-factor --moe-eval-capacity-factor \
     --moe-router-topk --moe-router-topk-scaling-factor --moe-router-pre-softmax --moe-router-score-function \
