@@ -406,7 +406,7 @@ def _linear_attention(fields: Fields) -> Values:
     linear = _layer_types(fields, _all_but(fields, "full_attention_interval"), _LINEAR_TYPES)
     if any(linear) == all(linear):
         raise ValueError(
-            f"layer_types has no {_LINEAR_TYPES[any(linear)]}: models of this family do"
+            f"layer_types has no {_LINEAR_TYPES[any(linear)]}: models of this family have both"
         )
     return {
         "experimental_attention_variant": "gated_delta_net",
