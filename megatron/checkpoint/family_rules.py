@@ -27,12 +27,13 @@ Values = dict[str, Any]
 class Rule(NamedTuple):
     """Conversion of settings that do not correspond to single fields with the same value.
 
-    `read` returns settings from fields, `write` the fields for a model. `read` raises LookupError,
-    TypeError or ValueError for unsupported values.
+    `read` returns settings from fields, `write` the fields for a model, `names` has the fields of
+    settings for messages. `read` raises LookupError, TypeError or ValueError for unsupported values.
     """
 
     read: Callable[[Fields], Values]
     write: Callable[[ModelConfig], Values]
+    names: Mapping[str, str] = MappingProxyType({})
 
 
 def flag(fields: Fields, name: str) -> bool:
@@ -244,7 +245,7 @@ def rope(
             }
         return fields
 
-    return Rule(read, write)
+    return Rule(read, write, {"rotary_base": base, "rotary_percent": "partial_rotary_factor"})
 
 
 def rope_by_window(windows: Rule, local: str | float) -> Rule:
@@ -287,7 +288,7 @@ def rope_by_window(windows: Rule, local: str | float) -> Rule:
         older = {} if isinstance(local, float) else {local: base}
         return {**fields, **older, "rope_parameters": objects, **windows.write(model)}
 
-    return Rule(read, write)
+    return Rule(read, write, {**full.names, **windows.names})
 
 
 def windows_of(model: ModelConfig) -> list[int | None]:
@@ -372,7 +373,7 @@ def windows(usual: Callable[[Fields], list[bool]] | None = None, switched: bool 
             fields["use_sliding_window"] = fields["sliding_window"] is not None
         return fields
 
-    return Rule(read, write)
+    return Rule(read, write, {"window_size": "sliding_window"})
 
 
 def window_except(every: int | str) -> Rule:
@@ -392,7 +393,7 @@ def _window_by_number(windowed: Callable[[int, int], bool]) -> Rule:
         return {**rule.write(model), "max_window_layers": [*without, False].index(False)}
 
     rule = windows(usual, switched=True)
-    return Rule(rule.read, write)
+    return rule._replace(write=write)
 
 
 WINDOW_OF_LAST = _window_by_number(lambda layer, most: layer >= most)
@@ -500,6 +501,9 @@ LAYERS_WITH_EXPERTS = Rule(
 )
 
 
+_GROUPS = pairs("moe_router_num_groups=n_group moe_router_group_topk=topk_group")
+
+
 def routed_experts(score: str) -> Rule:
     """Return the rule for experts as in DeepSeek-V2 ("softmax"), and V3 and GLM-4.5 ("sigmoid").
 
@@ -533,14 +537,10 @@ def routed_experts(score: str) -> Rule:
         }
         if method == "greedy" or fields["n_group"] == fields["topk_group"]:
             return values
-        return values | {
-            "moe_router_num_groups": _positive(fields, "n_group", int),
-            "moe_router_group_topk": _positive(fields, "topk_group", int),
-            "moe_router_group_top_scores": 2 if sigmoid else 1,
-        }
+        values |= {ours: _positive(fields, theirs, int) for ours, theirs in _GROUPS.items()}
+        return values | {"moe_router_group_top_scores": 2 if sigmoid else 1}
 
     def write(model: ModelConfig) -> Values:
-        groups = model.moe_router_num_groups
         shared = model.moe_shared_expert_intermediate_size or 0
         sparse = list(map(model.has_experts, range(model.num_layers)))
         fields: Values = {
@@ -548,14 +548,14 @@ def routed_experts(score: str) -> Rule:
             "n_shared_experts": shared // (model.moe_ffn_hidden_size or 1),
             "first_k_dense_replace": sparse.index(True) if any(sparse) else model.num_layers,
             "norm_topk_prob": sigmoid and model.moe_router_topk > 1,
-            "n_group": groups or 1,
-            "topk_group": model.moe_router_group_topk or 1,
+            **{theirs: getattr(model, ours) or 1 for ours, theirs in _GROUPS.items()},
         }
         if not sigmoid:
-            fields["topk_method"] = "group_limited_greedy" if groups else "greedy"
+            limited = model.moe_router_num_groups
+            fields["topk_method"] = "group_limited_greedy" if limited else "greedy"
         return fields
 
-    return Rule(read, write)
+    return Rule(read, write, _GROUPS)
 
 
 def _scales(fields: Fields) -> Values:
@@ -597,3 +597,21 @@ MULTIPLIERS = Rule(  # Granite
         for ours, theirs in _MULTIPLIERS.items()
     },
 )
+
+
+def groups_of(model: ModelConfig, name: str) -> tuple[int, tuple[int, ...]]:
+    """Return the number of groups of a parameter of attention, and the rows of each part of them.
+
+    Gates count as heads of queries.
+    """
+    keys = model.linear_key_head_dim
+    groups = model.linear_num_key_heads
+    each = model.linear_num_value_heads // groups
+    values = each * model.linear_value_head_dim
+    if "in_proj" in name:
+        return groups, (2 * keys + 2 * values, 2 * each)
+    if "conv1d" in name:
+        return groups, (keys, keys, values)
+    d = model.kv_channels
+    groups = model.num_key_value_heads
+    return groups, (model.query_heads // groups * d, d, d)

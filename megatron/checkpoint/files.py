@@ -106,11 +106,15 @@ def to_json(value: object, what: str) -> str:
 
 
 def write_text(path: Path, text: str) -> Written:
+    """Write a text file, like `write_bytes`."""
+    return write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> Written:
     """Write a file, sync it to disk, and return its size and digest. Raises OSError.
 
     Use it only for files that nobody reads yet: a crash may leave a partial file.
     """
-    data = text.encode()
     with open(path, "wb") as f:
         f.write(data)
         f.flush()

@@ -125,13 +125,9 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
                 text = re.sub(rf"\b{new}\b", old, text)
         raise CheckpointError(f"{where}: {text}") from error
     settings.setdefault("seq_length", settings.get("max_position_embeddings"))
-    names = {
-        **family.fields,
-        "window_size": "sliding_window",
-        "rotary_percent": "partial_rotary_factor",
-        "moe_router_num_groups": "n_group",
-        "moe_router_group_topk": "topk_group",
-    }
+    names = dict(family.fields)
+    for rule in family.rules:
+        names |= rule.names
     try:
         return kind, Config.create(**{n: v for n, v in settings.items() if v is not None}).model
     except ConfigError as error:

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 
 from megatron.checkpoint.families import FAMILIES, Family
+from megatron.checkpoint.family_rules import groups_of
 from megatron.checkpoint.huggingface_config import CONFIG, read_model
 from megatron.checkpoint.load import starts_anew
 from megatron.checkpoint.settings import check_architecture, plain
@@ -59,24 +60,6 @@ def rows_by_group(groups: int, widths: tuple[int, ...]) -> torch.Tensor:
     """
     blocks = torch.arange(groups * sum(widths)).split([groups * width for width in widths])
     return torch.cat([rows.view(groups, -1) for rows in blocks], 1).flatten()
-
-
-def groups_of(model: ModelConfig, name: str) -> tuple[int, tuple[int, ...]]:
-    """Return the number of groups of a parameter of attention, and the rows of each part of them.
-
-    Gates count as heads of queries.
-    """
-    keys = model.linear_key_head_dim
-    groups = model.linear_num_key_heads
-    each = model.linear_num_value_heads // groups
-    values = each * model.linear_value_head_dim
-    if "in_proj" in name:
-        return groups, (2 * keys + 2 * values, 2 * each)
-    if "conv1d" in name:
-        return groups, (keys, keys, values)
-    d = model.kv_channels
-    groups = model.num_key_value_heads
-    return groups, (model.query_heads // groups * d, d, d)
 
 
 @dataclass(frozen=True)
@@ -341,16 +324,17 @@ class SafetensorsReader:
         Raises CheckpointError if a tensor cannot be read or a value is not finite.
         """
         index = matrix.rows(offset, tuple(target.shape))
+        in_place = target.is_contiguous() and target.is_cpu  # experts are large
+        filled = target if in_place else torch.empty(target.shape, dtype=target.dtype)
+        columns = () if matrix.columns is None else target.shape[-1:]
+        out = filled.view(len(index), *columns)
         start = 0
-        out = None
         for name, count in matrix.counts.items():
             here = (index >= start) & (index < start + count)
             if here.any():
                 values = self(name).t() if matrix.transposed else self(name)
-                if matrix.convolution:
-                    values = values.squeeze(1)
-                if matrix.columns is not None:
-                    values = values.narrow(1, offset[-1], target.shape[-1])
+                if columns:
+                    values = values.flatten(1).narrow(1, offset[-1], *columns)
                 rows = index[here] - start
                 first = int(rows[0])
                 if bool((rows.diff() == 1).all()):  # a view
@@ -358,20 +342,12 @@ class SafetensorsReader:
                 else:
                     picked = values.index_select(0, rows)
                 if here.all():
-                    target.copy_(picked.reshape(target.shape))
+                    out.copy_(picked)
                     break
-                if out is None:  # in place if possible: experts are large
-                    of_rows = len(index), *picked.shape[1:]
-                    in_place = target.is_contiguous() and target.is_cpu
-                    out = (
-                        target.view(of_rows)
-                        if in_place
-                        else torch.empty(of_rows, dtype=target.dtype)
-                    )
                 out[here] = picked.to(out.dtype)
             start += count
-        if out is not None and out.data_ptr() != target.data_ptr():
-            target.copy_(out.reshape(target.shape))
+        if not in_place:
+            target.copy_(filled)
         for name, constant in matrix.constants.items():
             # files in bf16 round it
             if name in self._locations and not math.isclose(self(name), constant, rel_tol=0.01):

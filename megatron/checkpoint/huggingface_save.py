@@ -30,7 +30,7 @@ from safetensors.torch import save
 from megatron.checkpoint.export import family_of, without_mup
 from megatron.checkpoint.families import FAMILIES, Family
 from megatron.checkpoint.family_rules import Values
-from megatron.checkpoint.files import to_json, write_text
+from megatron.checkpoint.files import to_json, write_bytes, write_text
 from megatron.checkpoint.folder import start_folder, sync_directory
 from megatron.checkpoint.huggingface_config import (
     CONFIG,
@@ -163,8 +163,8 @@ def lacking(model: ModelConfig) -> list[str]:
     dense = "layers.0.mlp.dense_h_to_4h", "layers.0.mlp.shared_experts.dense_h_to_4h"
     if model.num_experts is not None and any(map(model.adapter, dense)):
         notes.append(
-            "in some families with experts (glm4_moe is one) PEFT takes adapters of MLPs for those of "
-            "experts: use the merged weights, or compare"
+            "in some families with experts PEFT takes adapters of MLPs for those of experts: use the "
+            "merged weights, or compare"
         )
     if model.mtp_num_layers:
         notes.append("layers of multi-token prediction are left out: transformers has none")
@@ -561,10 +561,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write new files and sync them to disk. Raises OSError."""
     for name, data in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        with open(folder / name, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_bytes(folder / name, data)
 
 
 # ---- the model of a run

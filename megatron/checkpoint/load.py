@@ -145,21 +145,11 @@ def load(
         )
         clear_padding(engine, optimizer)
         tensors = tensors_to_load(engine, optimizer, averaged)
+        pairs = from_dense(tensors, config.model) if upcycled else list(tensors.items())
+        source = dense_name if upcycled else str
+        dropped, fresh = _read(checkpoint, pairs, engine.chunks, topology, alive, source, may_lack)
         if upcycled:
-            pairs = from_dense(tensors, config.model)
-            _, fresh = _read(
-                checkpoint, pairs, engine.chunks, topology, alive, dense_name, may_lack
-            )
             scale_outputs(tensors, config.model)
-        else:
-            dropped, fresh = _read(
-                checkpoint,
-                list(tensors.items()),
-                engine.chunks,
-                topology,
-                alive,
-                may_lack=may_lack,
-            )
         if optimizer:
             try:
                 engine.load_scalars(checkpoint.state["engine"])

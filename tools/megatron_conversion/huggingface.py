@@ -43,7 +43,7 @@ from megatron.checkpoint.huggingface_save import (
 )
 from megatron.checkpoint.load import read_tensor, require_kind
 from megatron.checkpoint.settings import pieces_of_model, plain
-from megatron.checkpoint.shards import Stored, incomplete, named, read_stored
+from megatron.checkpoint.shards import Entries, incomplete, named, read_stored
 from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.checkpoint.tensors import KEPT, MASTER
 from megatron.config import Config
@@ -273,12 +273,12 @@ def read_checkpoint(
         )
     # None: in fp32, in which muP's factors are multiplied
     dtype = None if config.model.use_mup else getattr(torch, config.precision.dtype_name)
-    load = partial(_parameter, checkpoint.folder, stored, kind, dtype)
+    load = partial(_parameter, checkpoint.folder, stored, kind, dtype)  # other ranks get a copy
     return Outgoing(checkpoint.folder, config, shapes, load, notes)
 
 
 def _parameter(
-    folder: Path, stored: Mapping[str, Stored], kind: str, dtype: torch.dtype | None, name: str
+    folder: Path, stored: Entries, kind: str, dtype: torch.dtype | None, name: str
 ) -> torch.Tensor:
     return read_tensor(folder, stored, _key(name, kind), dtype=dtype)
 
