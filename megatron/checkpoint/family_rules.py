@@ -192,18 +192,14 @@ def rope(
         rope = _scaling(fields) or dict(usual)
         kind = rope.pop("rope_type", rope.get("type", "default"))
         rope.pop("type", None)
-        rope = {base: fields[base], "partial_rotary_factor": fields.get(share, 1.0)} | {
-            base if name == "rope_theta" else name: value
-            for name, value in rope.items()
-            if value is not None
-        }
+        rope = {name: value for name, value in rope.items() if value is not None}
+        part = "partial_rotary_factor"
         values: Values = {
-            "rotary_base": _number(rope, base),
-            "rotary_percent": _number(rope, "partial_rotary_factor"),
+            "rotary_base": _number({base: rope.pop("rope_theta", fields[base])}, base),
+            "rotary_percent": _number({part: rope.pop(part, fields.get(share, 1.0))}, part),
         }
-        del rope[base], rope["partial_rotary_factor"]
         if values["rotary_percent"] != 1.0 and not share:
-            raise unsupported("partial_rotary_factor", values["rotary_percent"])
+            raise unsupported(part, values["rotary_percent"])
         if kind not in _ROPE_SCALING or kind not in kinds:
             raise unsupported("rope_type", kind)
         positions = "original_max_position_embeddings"

@@ -116,24 +116,27 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
                 check_type(setting, hf_name, known)
         for rule in family.rules:
             settings |= rule.read(known)
+        settings.setdefault("seq_length", settings.get("max_position_embeddings"))
+        return kind, Config.create(**{n: v for n, v in settings.items() if v is not None}).model
     except KeyError as error:
         raise CheckpointError(f"{where} has no {error.args[0]}") from error
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        ConfigError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
         text = str(error)
+        names = dict(family.fields)
+        for rule in family.rules:
+            names |= rule.names
+        for setting in sorted(names, key=len, reverse=True):
+            text = text.replace(f"--{setting.replace('_', '-')}", names[setting])
         for new, old in family.older.items():
             if new not in fields and old in fields:
                 text = re.sub(rf"\b{new}\b", old, text)
-        raise CheckpointError(f"{where}: {text}") from error
-    settings.setdefault("seq_length", settings.get("max_position_embeddings"))
-    names = dict(family.fields)
-    for rule in family.rules:
-        names |= rule.names
-    try:
-        return kind, Config.create(**{n: v for n, v in settings.items() if v is not None}).model
-    except ConfigError as error:
-        text = str(error)
-        for setting in sorted(names, key=len, reverse=True):
-            text = text.replace(f"--{setting.replace('_', '-')}", names[setting])
         raise CheckpointError(f"{where}: {text}") from error
 
 

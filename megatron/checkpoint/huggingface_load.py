@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -158,23 +158,20 @@ def tensors_of(family: Family, model: ModelConfig, shapes: Shapes) -> Shapes:
     return hf_shapes
 
 
-T = TypeVar("T")
-
-
-def beside_parameters(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return those persistent tensors that Hugging Face models have, too: biases of experts.
+def is_beside(name: str) -> bool:
+    """Return whether Hugging Face models have this persistent tensor, too: biases of experts.
 
     They are stored in fp32.
     """
-    return {name: tensor for name, tensor in tensors.items() if name.endswith(".expert_bias")}
+    return name.endswith(".expert_bias")
 
 
 def stored_shapes(config: Config) -> dict[str, Index]:
     """Return the global shapes of all parameters, and of tensors that are stored beside them."""
     shapes = global_shapes(config)
     if config.model.moe_router_enable_expert_bias:
-        biases = beside_parameters(persistent_tensors(meta_chunks(config)))
-        shapes |= {name: tuple(bias.shape) for name, bias in biases.items()}
+        kept = persistent_tensors(meta_chunks(config))
+        shapes |= {name: tuple(tensor.shape) for name, tensor in kept.items() if is_beside(name)}
     return shapes
 
 
@@ -204,7 +201,7 @@ def find_tensors(
 
     layers    number of the model's layers
     shapes    shapes of the model's tensors, by their names in transformers
-    optional  tensors that may be missing
+    optional  tensors that may be missing, as constants may
 
     Raises CheckpointError for files that are missing or damaged, for tensors that are missing,
     unknown, stored twice, or of another shape or type, and for a tied output layer that is stored
@@ -241,7 +238,11 @@ def find_tensors(
             elif dtype not in DTYPES:
                 wrong.append(f"{key} is of type {dtype} in {file}, not one of {', '.join(DTYPES)}")
             locations[name] = (file, key)
-    missing = [name for name in shapes if name not in locations and name not in optional]
+    missing = [
+        name
+        for name, shape in shapes.items()
+        if shape and name not in locations and name not in optional
+    ]
     lists = (("it has no", missing), ("it also has", unknown))
     wrong += [f"{what} {named(names)}" for what, names in lists if names]
     if wrong:
@@ -392,25 +393,26 @@ def fill_shards(
     def describe() -> tuple[str, TensorLocations, list[str], list[str]]:
         kind, hf_model = read_model(folder)
         check_architecture({"model": plain(hf_model)}, config, str(folder / CONFIG))
+        family = FAMILIES[kind]
         patterns = config.checkpoint.load_missing
         theirs: dict[str, Shapes] = {}
         for name, shape in stored_shapes(config).items():
             theirs[name] = {}
             try:
                 if not name.endswith(ADAPTERS):
-                    theirs[name] = tensors_of(FAMILIES[kind], config.model, {name: shape})
+                    theirs[name] = tensors_of(family, config.model, {name: shape})
             except CheckpointError:  # the family has no such parameter
                 if not may_be_missing(name, patterns):
                     raise
         expected = {n: shape for of_one in theirs.values() for n, shape in of_one.items()}
         optional = {n for name in theirs if may_be_missing(name, patterns) for n in theirs[name]}
-        constants = {n for n, shape in expected.items() if not shape}
         layers = config.model.num_layers
-        locations, notes = find_tensors(
-            folder, FAMILIES[kind], layers, expected, optional | constants
-        )
-        present = locations.keys() | constants
-        lacks = [name for name, of_one in theirs.items() if not of_one or of_one.keys() - present]
+        locations, notes = find_tensors(folder, family, layers, expected, optional)
+        lacks = [
+            name
+            for name, of_one in theirs.items()
+            if not of_one or any(shape and n not in locations for n, shape in of_one.items())
+        ]
         return kind, locations, lacks, notes
 
     kind, locations, fresh, notes = decided_by_first(topology, describe)
@@ -418,7 +420,7 @@ def fill_shards(
         read = SafetensorsReader(folder, locations)
         for key, shards in tensors:
             name = key.removeprefix(f"{MASTER}.").removeprefix(f"{KEPT}.")
-            if name in fresh or (key.startswith(f"{KEPT}.") and not beside_parameters({name: ()})):
+            if name in fresh or (key.startswith(f"{KEPT}.") and not is_beside(name)):
                 continue
             matrix = matrix_of(FAMILIES[kind], config.model, name, shards.shape)
             for offset, view in shards.views.items():

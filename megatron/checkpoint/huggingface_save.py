@@ -47,8 +47,8 @@ from megatron.checkpoint.huggingface_load import (
     SINGLE,
     Matrix,
     Shapes,
-    beside_parameters,
     check_finite,
+    is_beside,
     matrix_of,
 )
 from megatron.checkpoint.shared_errors import decided_by_first, errors_on_all_ranks
@@ -343,7 +343,7 @@ def _peft_files(
 class Parameters:
     """Parameters of this rank's pipeline stages.
 
-    shapes   their global shapes, by name, and those of beside_parameters
+    shapes   their global shapes, by name, and those of tensors beside them
     full     returns a full parameter on the rank that is the first in both its tensor- and its
              expert-parallel group, and None on the other ranks of these groups; all of them call
              it, for the same names in the same order
@@ -412,7 +412,7 @@ def _distribute(family: Family, config: Config, shapes: Shapes) -> list[_OutputF
 
 def _stored_as(name: str, config: Config) -> torch.dtype:
     """Return the type of one of our tensors in the files."""
-    name = "float32" if beside_parameters({name: ()}) else config.precision.dtype_name
+    name = "float32" if is_beside(name) else config.precision.dtype_name
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -590,7 +590,7 @@ def export(
         if not (sharding_of(p).tied and copy):
             owned.setdefault(sharding_of(p).name, []).append(p)
     shapes = {name: sharding_of(shards[0]).global_shape for name, shards in owned.items()}
-    beside = beside_parameters(persistent_tensors(chunks))
+    beside = {n: tensor for n, tensor in persistent_tensors(chunks).items() if is_beside(n)}
     shapes |= {name: tuple(tensor.shape) for name, tensor in beside.items()}
 
     def full(name: str) -> torch.Tensor | None:

@@ -25,8 +25,8 @@ from megatron.checkpoint.huggingface_config import CONFIG, read_model, tokenizer
 from megatron.checkpoint.huggingface_load import (
     SafetensorsReader,
     TensorLocations,
-    beside_parameters,
     find_tensors,
+    is_beside,
     matrix_of,
     stored_shapes,
     tensors_of,
@@ -285,7 +285,7 @@ def _parameter(
 
 def _key(name: str, kind: str) -> str:
     """Return the name in a checkpoint for a parameter or for a tensor that is stored beside."""
-    return f"{KEPT if beside_parameters({name: ()}) else kind}.{name}"
+    return f"{KEPT if is_beside(name) else kind}.{name}"
 
 
 def foreign_folder(directory: Path, tag: str | None) -> Path | None:
