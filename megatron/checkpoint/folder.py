@@ -94,6 +94,26 @@ def commit_folder(temporary: Path, folder: Path, iteration: int, generation: int
             other.unlink()
 
 
+def name_folder(temporary: Path, folder: Path, overwrite: bool) -> None:
+    """Give a complete folder its final name, and sync it; replace a folder if `overwrite`.
+
+    Raises OSError; a folder that was there is then there again.
+    """
+    sync_directory(temporary)
+    old = folder.with_name(f".{folder.name}.old")
+    if overwrite and folder.exists():
+        shutil.rmtree(old, ignore_errors=True)  # left over, and older than `folder`
+        folder.rename(old)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise
+    sync_directory(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def sync_directory(path: Path) -> None:
     """Make renames in a directory survive a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)

@@ -31,7 +31,7 @@ from megatron.checkpoint.export import family_of, without_mup
 from megatron.checkpoint.families import FAMILIES, Family
 from megatron.checkpoint.family_rules import Values
 from megatron.checkpoint.files import to_json, write_bytes, write_text
-from megatron.checkpoint.folder import start_folder, sync_directory
+from megatron.checkpoint.folder import name_folder, start_folder
 from megatron.checkpoint.huggingface_config import (
     CONFIG,
     GENERATION,
@@ -457,12 +457,14 @@ def write_model(
     topology: Topology,
     parameters: Parameters,
     companions: Companions | None = None,
+    overwrite: bool = False,
     alive: Alive = nothing,
 ) -> int:
     """Write a model in Hugging Face's format; return the size of its tensors in bytes.
 
     parameters   parameters of this rank's pipeline stages
     companions   by default those from `companions_of`
+    overwrite    whether to replace a folder that exists
     alive        called after every parameter
 
     All ranks call it. Raises CheckpointError on every rank, for example if `folder` exists or no
@@ -470,7 +472,7 @@ def write_model(
     """
 
     def prepare() -> tuple[Companions, Values]:
-        if os.path.lexists(folder):
+        if os.path.lexists(folder) and not (overwrite and folder.is_dir()):
             raise ConfigError(f"{folder} exists: choose another folder for the model, or remove it")
         beside = companions_of(config) if companions is None else companions
         return beside, config_fields(config, beside)
@@ -517,8 +519,9 @@ def write_model(
             for failure in filter(None, failures):
                 raise failure
             apart = _peft_files(family, config, adapters) if adapters else {}
+        small = {**beside.files, **apart}
         return decided_by_first(
-            topology, lambda: _finish(temporary, folder, files, fields, {**beside.files, **apart})
+            topology, lambda: _finish(temporary, folder, files, fields, small, overwrite)
         )
     finally:
         if topology.world.is_first:
@@ -535,6 +538,7 @@ def _finish(
     tensor_files: list[_OutputFile],
     fields: Values,
     files: Mapping[str, bytes],
+    overwrite: bool,
 ) -> int:
     """Write the small files and rename the folder; return the size of all tensors in bytes."""
     size = sum(sum(file.tensors.values()) for file in tensor_files)
@@ -549,9 +553,7 @@ def _finish(
             write_text(temporary / INDEX, to_json(listed, INDEX))
         write_text(temporary / CONFIG, to_json(fields, CONFIG))
         write_files(temporary, files)
-        sync_directory(temporary)
-        temporary.rename(folder)
-        sync_directory(folder.parent)
+        name_folder(temporary, folder, overwrite)
     except OSError as error:
         raise CheckpointError(f"writing {folder} failed: {error}") from error
     return size

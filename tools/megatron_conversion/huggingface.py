@@ -20,7 +20,7 @@ import torch
 
 from megatron.checkpoint.families import FAMILIES
 from megatron.checkpoint.find import find_folder, open_checkpoint
-from megatron.checkpoint.folder import folder_name, start_folder, sync_directory
+from megatron.checkpoint.folder import folder_name, name_folder, start_folder
 from megatron.checkpoint.huggingface_config import CONFIG, read_model, tokenizer_settings
 from megatron.checkpoint.huggingface_load import (
     SafetensorsReader,
@@ -172,7 +172,7 @@ def to_checkpoint(
             provenance={**provenance, "converted_from": {**origin, "model_type": incoming.kind}},
             topology=topology,
         )
-        decided_by_first(topology, lambda: put_in_place(temporary, beside))
+        decided_by_first(topology, lambda: name_folder(temporary, beside, overwrite))
     finally:
         if topology.world.is_first:
             shutil.rmtree(temporary, ignore_errors=True)  # if it was not renamed
@@ -337,15 +337,6 @@ def to_huggingface(
     All processes must call it. Errors are those of `write_model`.
     """
     done = 0
-
-    def choose_target() -> Path:
-        if not (overwrite and folder.is_dir()):
-            return folder
-        beside = folder.with_name(f".{folder.name}.new")
-        shutil.rmtree(beside, ignore_errors=True)
-        return beside
-
-    target = decided_by_first(topology, choose_target)
     # A single process writes all parameters in order, so the next one can be read ahead.
     shapes = outgoing.shapes
     order = [
@@ -359,32 +350,11 @@ def to_huggingface(
         nonlocal done
         tensor = outgoing.load(name) if in_order is None else next(in_order)
         done += 1
-        progress(done, len(outgoing.shapes))
+        progress(done, len(shapes))
         return tensor
 
-    size = write_model(
-        target, outgoing.config, topology, Parameters(outgoing.shapes, load), companions
-    )
-    if target != folder:
-        decided_by_first(topology, lambda: put_in_place(target, folder))
-    return size
-
-
-def put_in_place(temporary: Path, folder: Path) -> None:
-    """Give a complete folder its final name; replace an older folder. Raises OSError."""
-    sync_directory(temporary)
-    old = temporary.with_suffix(".old")
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)  # left over, and older than `folder`
-        folder.rename(old)
-    try:
-        temporary.rename(folder)
-    except OSError:
-        if old.exists():
-            old.rename(folder)
-        raise
-    sync_directory(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    parameters = Parameters(shapes, load)
+    return write_model(folder, outgoing.config, topology, parameters, companions, overwrite)
 
 
 def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
