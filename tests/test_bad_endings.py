@@ -11,6 +11,7 @@ from megatron.data.file_lock import FolderClaim
 from megatron.metrics_file import read_records
 from tests.helpers.indexed import write_documents
 from tests.helpers.launching import ROOT, TINY, launch
+from tests.helpers.preprocessing import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +56,24 @@ def test_a_vanished_validation_part_is_said_and_a_changed_index_refused(tmp_path
     for outcome in launch(2, arguments):
         refused(outcome)
         assert order.name.partition("_")[0] in outcome.output
+
+
+def test_what_names_nothing_is_refused_before_the_data_is_opened(tmp_path):
+    """Neither the parameters' names nor the tokenizer's tokens are known to the command line."""
+    tokens = [
+        word
+        for name, value in byte_tokenizer(tmp_path).items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    data = [*(word for word in TINY if word != "--mock-data"), "--data-path", "missing"]
+    for words, named in (
+        (["--freeze", "layers", "embedding", "*norm"], "--freeze layers"),
+        (["--num-experts", "2", "--lora-rank", "2", "--lora-target", "experts"], "--lora-target"),
+        ([*tokens, "--vocab-size", "257", "--fim-rate", "0.5"], "--fim-prefix-token"),
+    ):
+        (outcome,) = launch(1, [*data, *words])
+        refused(outcome)
+        assert named in outcome.output, outcome
 
 
 def lose_output(kind, *numbers):

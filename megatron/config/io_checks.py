@@ -28,6 +28,9 @@ NEEDED = """
     load  moe_use_upcycling load_missing
     keep_last  keep_every
     tokenizer_type  fim_rate
+    fim_rate  fim_spm_rate fim_split_sample fim_no_prefix fim_prefix_token fim_middle_token
+    fim_rate  fim_suffix_token fim_pad_token fim_eod_token
+    fim_split_sample  fim_fragment_rate
     goldfish_loss=true  goldfish_k goldfish_h
 """
 

@@ -169,7 +169,7 @@ def _blend(setting: str, groups: Sequence[str]) -> Values:
         if (start, end) != (0, 1):
             prefix += f"@{start}:{end}"
         pairs += [weight, f"{name.strip()}={prefix}" if len(groups) > 1 else prefix]
-    return {setting: pairs if len(pairs) > 2 else pairs[1:]}
+    return {setting: pairs}
 
 
 def _blend_of_file(setting: str, words: list[str]) -> Values:

@@ -411,7 +411,7 @@ def check_patterns(config: Config) -> list[str]:
     """Return the names of the model's parameters; allocates no memory.
 
     Raises ConfigError for a pattern of --freeze that matches no parameter, or of --lora-target that
-    matches no linear layer.
+    matches no linear layer, and if nothing trains.
     """
     names = list(global_shapes(config))
     model = config.model
@@ -432,6 +432,8 @@ def check_patterns(config: Config) -> list[str]:
                     f"{flag} {pattern} matches no {what}: names in the model like it are "
                     f"{', '.join(near)}"
                 )
+    if not any(map(model.trains, names)):
+        raise ConfigError(f"--freeze {' '.join(model.freeze)} leaves no parameter to train")
     return names
 
 

@@ -212,7 +212,7 @@ def test_weighted_paths(tmp_path):
         "valid": "v: 1 0:1 c",
         "test": "x: 2 0:1 d,1 0:1 e",
     }
-    expected = {"train": ("0.6", "a", "0.4", "b"), "valid": ("c",), "test": ("2", "d", "1", "e")}
+    expected = {"train": ("0.6", "a", "0.4", "b"), "valid": ("1", "c"), "test": ("2", "d", "1", "e")}
     flags = [
         word for split, text in groups.items() for word in (f"--{split}-weighted-split-paths", text)
     ]
@@ -227,7 +227,7 @@ def test_weighted_paths(tmp_path):
         for word in (f"--{split}-weighted-split-paths", *text)
     ]
     of_parts = resolve(["--num-layers", "2", *flags])[0].data
-    assert of_parts.train_data_path == ("a@0.0:0.95",)
+    assert of_parts.train_data_path == ("1", "a@0.0:0.95")
     named = ("0.2", "en=a@0.95:1.0", "0.8", "en=b", "1", "fr=c@0.9:1.0")
     assert of_parts.valid_data_path == named
     files = []

@@ -55,6 +55,9 @@ CASES = """
 --experimental-attention-variant gated_delta_net --qk-clip => gated_delta_net | --qk-clip => --qk-clip -
 --activation-func-clamp-value 7 => --activation-func-clamp-value | gelu => --quick-geglu
 --goldfish-loss --goldfish-h 65 => --goldfish-h 65 | --seq-length 64 => --goldfish-h 64
+--fim-spm-rate 0.3 => --fim-spm-rate 0.3 | --fim-rate => --fim-spm-rate -
+--position-embedding-type rope --mtp-loss-scaling-factor 0.3 \
+    => --mtp-loss-scaling-factor 0.3 | --mtp-num-layers => --mtp-num-layers 1
 --qk-layernorm --qk-l2-norm => --qk-layernorm | --qk-l2-norm => --qk-l2-norm -
 --decoupled-lr 0.1 --freeze embedding => --decoupled-lr | --freeze => --decoupled-lr -
 --xielu --num-experts 4 => --xielu | --num-experts => --xielu -

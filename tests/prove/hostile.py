@@ -370,6 +370,9 @@ def value(spelling, chance, sane):
 
 # -- one case --------------------------------------------------------------------------------------
 
+# Modules that load their names late, as transformers does, fail if two threads ask at once.
+_making = threading.Lock()
+
 
 @dataclass
 class Bench:
@@ -443,7 +446,8 @@ class Bench:
         remove(self.folder)
         if made not in self._made:
             self.folder.mkdir(parents=True)
-            hostile_files.MAKERS[made](self.folder)
+            with _making:
+                hostile_files.MAKERS[made](self.folder)
             self._made[made] = self.root / "made" / made
             remove(self._made[made])
             shutil.copytree(self.folder, self._made[made], symlinks=True)

@@ -27,6 +27,7 @@ from megatron.config.io import hugging_face_folder, is_same_folder
 from megatron.config.settings_file import render_settings, write_settings
 from megatron.data.datasets import Datasets, Reading, build_datasets
 from megatron.data.file_lock import FolderClaim
+from megatron.data.fill_in_the_middle import FillInTheMiddle
 from megatron.data.tokenizer import LimitedTokenizer, Tokenizer, build_tokenizer
 from megatron.engine.engine import Engine, build_executor
 from megatron.errors import ConfigError, DataError, LaunchError, LostRankError, MegatronError
@@ -246,6 +247,9 @@ def assemble(
     stored = None if checkpoint is None else stored_settings(checkpoint, config)
     settings = with_checkpoint_settings(config, stored, reporter)
     config, tokenizer = with_tokenizer(settings)
+    if config.model.trains_in_part:
+        check_patterns(config)
+    FillInTheMiddle.of(config, tokenizer)  # a token that is missing is reported now
     describe_export(config, topology, reporter)
     agree_on_times(topology)
     describe_setup(config, topology, locations, reporter, host)
@@ -374,8 +378,6 @@ def build_model(
     # On a CPU, permanent buffers are kept outside the heap that the steps use.
     tuned = topology.device.type == "cpu" and config.training.allocator_tuning
     mapped = mapped_blocks() if tuned else contextlib.nullcontext()
-    if config.model.trains_in_part:
-        check_patterns(config)
     with mapped, reporter.console.doing("building the model and the engine"):
         late = config.engine.zero_stage == 3
         chunks = build_chunks(config, topology, layer_context(config, topology, late=late))
