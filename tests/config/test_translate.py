@@ -212,7 +212,11 @@ def test_weighted_paths(tmp_path):
         "valid": "v: 1 0:1 c",
         "test": "x: 2 0:1 d,1 0:1 e",
     }
-    expected = {"train": ("0.6", "a", "0.4", "b"), "valid": ("1", "c"), "test": ("2", "d", "1", "e")}
+    expected = {
+        "train": ("0.6", "a", "0.4", "b"),
+        "valid": ("1", "c"),
+        "test": ("2", "d", "1", "e"),
+    }
     flags = [
         word for split, text in groups.items() for word in (f"--{split}-weighted-split-paths", text)
     ]
