@@ -39,8 +39,8 @@ from tests.planner.timing.configs import RECOMPUTE, configs, run
 )
 @examples(6)
 @given(config=configs(), device=st.sampled_from(["cuda", "cpu"]))
-def test_flops_are_those_of_the_formulas(config, device):
-    """FLOPs equal those of the formulas exactly: all are whole numbers.
+def test_flops_are_those_of_the_model(config, device):
+    """FLOPs equal those of the model's matrices and attention exactly: all are whole numbers.
 
     The vocabulary is the padded one, whose padding is multiplied too.
     """
