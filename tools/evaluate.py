@@ -45,7 +45,7 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import MOST_WIDTH, Parser, integer
-from megatron.data.indexed_dataset import IndexedDataset, data_files
+from megatron.data.indexed_dataset import IndexedDataset, bin_bytes, data_files
 from megatron.data.tokenizer_record import check_tokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.metrics_file import strict_json
@@ -317,7 +317,7 @@ class Input:
             self._segments = tokens.text_segments(sources, args.json_key, tokenizer)
         else:
             self.names = args.data_path
-            self.size_bytes = tokens.file_bytes(args.data_path)
+            self.size_bytes = bin_bytes(args.data_path)
             count_bytes = trained.topology.world.is_first
             size = config.model.vocab_size
             self._segments = tokens.file_segments(

@@ -22,7 +22,7 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser, integer
-from megatron.data.indexed_dataset import bin_path
+from megatron.data.indexed_dataset import bin_bytes
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError
 from megatron.training.run.process import as_tool
@@ -146,8 +146,7 @@ def main(argv: Sequence[str]) -> int:
     results = []
     tokenizer = make_tokenizer(args)
     for prefix in args.prefixes:
-        size = bin_path(prefix).stat().st_size if bin_path(prefix).is_file() else 0
-        with ByteProgress(f"checked {prefix}", size) as progress:
+        with ByteProgress(f"checked {prefix}", bin_bytes([prefix])) as progress:
             result = inspect(
                 prefix,
                 tokenizer=tokenizer,

@@ -32,6 +32,7 @@ from megatron.data.indexed_dataset import (
     MASK_DTYPE,
     TYPE_CODES,
     IndexedDataset,
+    bin_bytes,
     bin_path,
     data_files,
     idx_path,
@@ -199,11 +200,6 @@ def _open(prefix: str | os.PathLike[str]) -> IndexedDataset:
     return dataset
 
 
-def total_bytes(inputs: Sequence[str | os.PathLike[str]]) -> int:
-    """Return the bytes of the .bin files, without those of masks; missing files count as empty."""
-    return sum(bin_path(p).stat().st_size for p in inputs if bin_path(p).is_file())
-
-
 def _check_output(inputs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
     targets = {
         os.path.realpath(path)
@@ -295,7 +291,7 @@ def main(argv: Sequence[str]) -> int:
     """Run and return the exit code: 0, or 2 after an error."""
     args = build_parser().parse_args(argv)
     inputs = args.inputs if args.input is None else prefixes_in(args.input)
-    with ByteProgress("merged", total_bytes(inputs)) as progress:
+    with ByteProgress("merged", bin_bytes(inputs)) as progress:
         written = merge(
             inputs,
             args.output_prefix,

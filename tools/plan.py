@@ -134,6 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--processes",
         type=integer(1, 512),
+        default=min(8, len(os.sched_getaffinity(0))),
         metavar="N",
         help="number of processes for the search (default: number of cores, at most 8)",
     )
@@ -435,10 +436,7 @@ def _show_winner(layout_search: LayoutSearch, first: ChosenLayout) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run the tool; return the exit code."""
     words, flags = split_at_dashes(argv)
-    args = build_parser().parse_args(words)
-    if args.processes is None:
-        args.processes = min(8, len(os.sched_getaffinity(0)))
-    return run(args, flags)
+    return run(build_parser().parse_args(words), flags)
 
 
 if __name__ == "__main__":

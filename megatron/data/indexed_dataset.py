@@ -27,7 +27,7 @@ from __future__ import annotations
 import os
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from mmap import ACCESS_READ
 from mmap import mmap as Mapping
 from pathlib import Path
@@ -81,6 +81,11 @@ MASK_DTYPE = np.dtype("u1")
 def mask_prefix(prefix: StrPath) -> str:
     """Return the prefix of the loss mask of a data set."""
     return f"{prefix}_mask"
+
+
+def bin_bytes(prefixes: Iterable[str | os.PathLike[str]]) -> int:
+    """Return the bytes of the .bin files of data sets; missing files count as empty."""
+    return sum(path.stat().st_size for path in map(bin_path, prefixes) if path.is_file())
 
 
 def data_files(prefix: StrPath) -> list[Path]:

@@ -13,6 +13,7 @@ from tokenizers import processors
 
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
+from megatron.data.indexed_dataset import bin_bytes
 from megatron.data.sampler import make_micro_batch
 from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import DataError
@@ -208,7 +209,7 @@ def test_token_files_are_read_as_their_text(bos, tmp_path, monkeypatch):
     assert len(ours) > 4
     assert np.array_equal(*(np.concatenate([p.tokens for p in parts]) for parts in (ours, theirs)))
     assert sum(part.text_bytes or 0 for part in ours) == len("".join(texts).encode())
-    assert ours[-1].read_bytes == tokens.file_bytes([prefix])
+    assert ours[-1].read_bytes == bin_bytes([prefix])
     with pytest.raises(DataError, match=str(tokenizer.eod)):
         list(tokens.file_segments([prefix], tokenizer.eod, None, count_bytes=True))
 

@@ -8,7 +8,6 @@ Memory is bounded by the longest document; long plain texts are read in blocks.
 from __future__ import annotations
 
 import codecs
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.indexed_dataset import IndexedDataset, SequenceSlices, bin_path
+from megatron.data.indexed_dataset import IndexedDataset, SequenceSlices
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import DataError
 from megatron_preparation.encode import PreprocessOptions, texts_of_block
@@ -253,14 +252,6 @@ def _runs(sizes: npt.NDArray[np.int32]) -> Iterator[SequenceSlices]:
                 sequences, np.zeros_like(sequences), sizes[sequences].astype(np.int64)
             )
         first += count
-
-
-def file_bytes(prefixes: Sequence[str]) -> int:
-    """Return the total size of the .bin files in bytes. Raises DataError if one is missing."""
-    try:
-        return sum(os.stat(bin_path(prefix)).st_size for prefix in prefixes)
-    except OSError as error:
-        raise DataError(f"{error.filename}: {error.strerror}") from error
 
 
 def windows(arrays: Iterable[Ids], context: int, stride: int) -> Iterator[Window]:

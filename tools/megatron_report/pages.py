@@ -171,7 +171,6 @@ def _table(table: ReportTable) -> str:
     long = ' class="long"'
     if table.across and len(first) == 2:  # one run, whose name is the title
         first = []
-        rest = rest
     top = "".join(f'<th scope="col">{_html(cell)}</th>' for cell in first)
     rows = "".join(
         f'<tr><th scope="row">{_html(line[0])}</th>'

@@ -44,7 +44,7 @@ def test_order_and_documents_are_kept(tmp_path_factory, sources, block):
     assert totals.num_documents == len(documents) and totals.num_sequences == sum(
         map(len, documents)
     )
-    assert (done or [0])[-1] == merge_datasets.total_bytes(inputs)
+    assert (done or [0])[-1] == indexed_dataset.bin_bytes(inputs)
     assert Path(folder / "all.bin").read_bytes() == packed(documents, dtype)[0]
 
 
