@@ -474,11 +474,10 @@ def _schedule(s: Settings) -> None:
     chosen = s.values[name]
     if chosen is not None and s.pieces.schedule is not None:
         s.notices.append(f"{s.written(name)} has no effect: the schedule is your own piece")
-    alone = f"{all_options()[size].flag} 1"
     if s.values[size] == 1:
         if chosen not in (None, "1f1b"):
-            s.ignore(name, alone)
-        s.derive(name, "1f1b", f"derived from {alone[2:]}")
+            s.ignore(name, s.written(size))
+        s.derive(name, "1f1b", f"derived from {s.written(size)[2:]}")
     elif chosen is None:
         chunks = s.values["virtual_pipeline_model_parallel_size"]
         s.derive(name, "interleaved" if chunks > 1 else "1f1b", "derived from the chunks of a rank")
