@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -125,12 +126,15 @@ def read_source(
 ) -> SourceCheckpoint:
     """Read a foreign checkpoint's folder. Tensors stay in the files until they are converted.
 
-    Arguments are those of `read_deepspeed`. Raises CheckpointError if no reader supports the
+    version   checkpoint_version to use instead of the one in the files
+
+    Other arguments are those of `read_deepspeed`. Raises CheckpointError if no reader supports the
     folder, and the errors of the readers.
     """
     if read := reader_of(folder):
         with layout_errors(folder):
-            return read(folder, optimizer, version, plain)
+            source = read(folder, optimizer, plain)
+        return source if version is None else dataclasses.replace(source, version=version)
     why = _why_unreadable(folder) or (
         f"has neither DeepSpeed's mp_rank_00_model_states.pt nor Megatron's mp_rank_00/{FILE} "
         f"or {BACKENDS} (torch_dist)"

@@ -51,13 +51,10 @@ def is_deepspeed(folder: Path) -> bool:
     return any(_MODEL.match(path.name) for path in folder.iterdir())
 
 
-def read_deepspeed(
-    folder: Path, optimizer: bool, version: float | None = None, plain: Sequence[str] = ()
-) -> SourceCheckpoint:
+def read_deepspeed(folder: Path, optimizer: bool, plain: Sequence[str] = ()) -> SourceCheckpoint:
     """Read a folder that DeepSpeed's engine wrote.
 
     optimizer   whether to read the optimizer's state
-    version     checkpoint_version to use instead of the one in the files
     plain       see unpickle.load_file
 
     Raises CheckpointError for a model with experts, and for files that are missing, damaged or from
@@ -98,8 +95,7 @@ def read_deepspeed(
     kind = f"DeepSpeed {first.get('ds_version', '')}".strip() + (
         ", pipeline" if layer_files else ""
     )
-    if version is None:
-        version = first.get("checkpoint_version", 0.0 if arguments else 3.0)
+    version = first.get("checkpoint_version", 0.0 if arguments else 3.0)
     files = {model_files[rank]: state for rank, state in states.items()}
     source = source_of(kind, files, folder, version, tensor, pipeline)
     source.files += [path for files in layer_files.values() for path in files.values()]

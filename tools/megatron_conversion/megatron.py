@@ -42,9 +42,7 @@ def is_megatron(folder: Path) -> bool:
     return any(_RANK.match(path.name) and (path / FILE).is_file() for path in folder.iterdir())
 
 
-def read_megatron(
-    folder: Path, optimizer: bool, version: float | None = None, plain: Sequence[str] = ()
-) -> SourceCheckpoint:
+def read_megatron(folder: Path, optimizer: bool, plain: Sequence[str] = ()) -> SourceCheckpoint:
     """Read a folder that Megatron wrote in its torch format.
 
     Arguments are those of `read_deepspeed`. Raises CheckpointError for files that are missing,
@@ -66,13 +64,11 @@ def read_megatron(
         return f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline > 1 or p else "") + f"/{FILE}"
 
     check_ranks(folder, tensor, pipeline, set(files), file_of)
-    if version is None:
-        version = first.get("checkpoint_version", 0)
     source = source_of(
         "Megatron",
         {files[rank]: state for rank, state in states.items()},
         folder,
-        version,
+        first.get("checkpoint_version", 0),
         tensor,
         pipeline,
     )

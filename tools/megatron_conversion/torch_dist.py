@@ -53,9 +53,7 @@ def is_torch_dist(folder: Path) -> bool:
     return (folder / BACKENDS).is_file()
 
 
-def read_torch_dist(
-    folder: Path, optimizer: bool, version: float | None = None, plain: Sequence[str] = ()
-) -> SourceCheckpoint:
+def read_torch_dist(folder: Path, optimizer: bool, plain: Sequence[str] = ()) -> SourceCheckpoint:
     """Read a folder in torch_dist format. Arguments are those of `read_deepspeed`.
 
     Raises CheckpointError for another format, and for files that are missing or damaged.
@@ -72,7 +70,7 @@ def read_torch_dist(
         "Megatron",
         {folder / COMMON: common},
         folder,
-        common.get("checkpoint_version", 3.0) if version is None else version,
+        common.get("checkpoint_version", 3.0),
         int(arguments.get("tensor_model_parallel_size") or 1),
         int(arguments.get("pipeline_model_parallel_size") or 1),
     )
