@@ -107,8 +107,10 @@ def settings_to_take(
     elif kind not in (None, "HFTokenizer"):  # models with one often have more rows than it has ids
         fixed.pop("vocab_size", None)  # the tokenizer determines it
     if new is not None:
-        deviation = fields.get("initializer_range")
-        return str(file), {}, {**fixed, **defaults, "init_method_std": deviation}
+        # fields that a trained model does not need
+        defaults["init_method_std"] = fields.get("initializer_range")
+        defaults["mtp_num_layers"] = fields.get("num_nextn_predict_layers")
+        return str(file), {}, {**fixed, **defaults}
     return str(file), fixed, defaults
 
 

@@ -44,7 +44,7 @@ from megatron.model.mtp import AddLosses, PredictionDepth, ahead, mask_ahead
 from megatron.model.stages import assign_layers, recomputed_groups
 from megatron.parallel.keyed_random import DropoutKey, Site
 from megatron.parallel.layout import Layout
-from megatron.parallel.sharding import sharding_of
+from megatron.parallel.sharding import kind_of, sharding_of
 from megatron.parallel.topology import Topology
 from megatron.pipeline.orders import stages_of_rank
 from megatron.protocols import Layer, Stage
@@ -413,24 +413,31 @@ def check_patterns(config: Config) -> list[str]:
     Raises ConfigError for a pattern of --freeze that matches no parameter, or of --lora-target that
     matches no linear layer, and if nothing trains.
     """
-    names = list(global_shapes(config))
+    shapes = global_shapes(config)
+    names = list(shapes)
     model = config.model
-    for flag, patterns, known, what in (
-        ("--freeze", model.freeze, names, "parameter"),
+    linear = {n.split(".")[-2] for n, shape in shapes.items() if kind_of(n, shape) == "hidden"}
+    for flag, patterns, known, what, like in (
+        (
+            "--freeze",
+            model.freeze,
+            names,
+            "parameter",
+            {".".join(n.split(".")[:end]) for n in names for end in range(1, 9)},
+        ),
         (
             "--lora-target",
             model.lora_target if model.lora_rank else (),
             [n.rpartition(".")[0] for n in names if n.endswith(ADAPTERS)],
             "linear layer",
+            linear - {"experts", "router"},
         ),
     ):
         for pattern in patterns:
             if not any(matches(pattern, name) for name in known):
-                prefixes = {".".join(n.split(".")[:end]) for n in names for end in range(1, 9)}
-                near = difflib.get_close_matches(pattern, sorted(prefixes), 3, 0.0)
+                near = difflib.get_close_matches(pattern, sorted(like), 4, 0.0)
                 raise ConfigError(
-                    f"{flag} {pattern} matches no {what}: names in the model like it are "
-                    f"{', '.join(near)}"
+                    f"{flag} {pattern} matches no {what}: names in the model are {', '.join(near)}"
                 )
     if not any(map(model.trains, names)):
         raise ConfigError(f"--freeze {' '.join(model.freeze)} leaves no parameter to train")

@@ -11,7 +11,7 @@ from megatron.checkpoint.settings import settings_to_take
 from megatron.config import parse_args
 from megatron.errors import ConfigError
 from megatron.training.run.setup import check_export
-from tests.helpers.hugging_face import make, save_tokenizer, tensors
+from tests.helpers.hugging_face import make, random_model, save_tokenizer, tensors
 from tests.helpers.launching import launch
 
 FLAGS = ["--mock-data", "--micro-batch-size", "1", "--global-batch-size", "2", "--lr", "1e-2"]
@@ -87,6 +87,10 @@ def test_a_new_model_from_a_config(source, tmp_path):
     hf[1] = str(source)
     tokenizer = parse_args(hf, 1, checkpoint=settings_to_take).tokenizer
     assert tokenizer.tokenizer_model == str(source)
+    fields = random_model("deepseek_v3").config.to_dict()
+    alone.write_text(json.dumps(fields | {"num_nextn_predict_layers": 2}))
+    later = ["--model-from", str(alone), *hf[2:]]
+    assert parse_args(later, 1, checkpoint=settings_to_take).model.mtp_num_layers == 2
     for words, named in (
         (["--use-checkpoint-args"], ("--model-from", "--use-checkpoint-args")),
         (["--model-from", str(tmp_path)], (str(tmp_path), "config.json")),

@@ -337,7 +337,10 @@ def load_checkpoint(
         return Progress()
     if folder is None:
         if settings.load:
-            reporter.say(f" no checkpoint in {settings.load} yet: starting from initial weights")
+            frozen = "; those frozen stay random" if config.model.trains_in_part else ""
+            reporter.say(
+                f" no checkpoint in {settings.load} yet: starting from initial weights{frozen}"
+            )
         return Progress()
     assert settings.load is not None, "a folder was found in it"
     from megatron.checkpoint.load import load
