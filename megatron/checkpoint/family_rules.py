@@ -193,13 +193,15 @@ def rope(
         kind = rope.pop("rope_type", rope.get("type", "default"))
         rope.pop("type", None)
         rope = {name: value for name, value in rope.items() if value is not None}
-        part = "partial_rotary_factor"
+        partial = "partial_rotary_factor"
         values: Values = {
             "rotary_base": _number({base: rope.pop("rope_theta", fields[base])}, base),
-            "rotary_percent": _number({part: rope.pop(part, fields.get(share, 1.0))}, part),
+            "rotary_percent": _number(
+                {partial: rope.pop(partial, fields.get(share, 1.0))}, partial
+            ),
         }
         if values["rotary_percent"] != 1.0 and not share:
-            raise unsupported(part, values["rotary_percent"])
+            raise unsupported(partial, values["rotary_percent"])
         if kind not in _ROPE_SCALING or kind not in kinds:
             raise unsupported("rope_type", kind)
         positions = "original_max_position_embeddings"

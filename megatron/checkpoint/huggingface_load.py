@@ -170,8 +170,8 @@ def stored_shapes(config: Config) -> dict[str, Index]:
     """Return the global shapes of all parameters, and of tensors that are stored beside them."""
     shapes = global_shapes(config)
     if config.model.moe_router_enable_expert_bias:
-        kept = persistent_tensors(meta_chunks(config))
-        shapes |= {name: tuple(tensor.shape) for name, tensor in kept.items() if is_beside(name)}
+        tensors = persistent_tensors(meta_chunks(config))
+        shapes |= {name: tuple(tensors[name].shape) for name in filter(is_beside, tensors)}
     return shapes
 
 

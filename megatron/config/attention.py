@@ -1,4 +1,4 @@
-"""All about the settings of attention: options, derived values, checks and rules.
+"""Settings of attention: options, derived values, checks and rules.
 
 A new variant of attention adds its settings here; its layer is a file in megatron/layers, which
 layers/transformer.py chooses.
@@ -32,7 +32,8 @@ CONFLICTS = """
     qk_clip qk_l2_norm: it scales weights, which has no effect before the norm
     multi_latent_attention attention_output_gate: it has no gate
     multi_latent_attention qk_l2_norm: its latents have the norms of --qk-layernorm
-    multi_latent_attention add_qkv_bias attention_bias: its projections have no biases
+    multi_latent_attention add_qkv_bias: its projections have no biases
+    multi_latent_attention attention_bias: its projections have no biases
     multi_latent_attention clip_qkv: its queries, keys and values are not clipped
     multi_latent_attention qk_clip: a key of all heads cannot be scaled for one
     multi_latent_attention use_mup: muP has no rules for its latents

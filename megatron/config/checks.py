@@ -15,7 +15,7 @@ Problems = Iterator[str]
 
 
 class Resolved(Protocol):
-    """What the checks of a module below settings.py see of Sections."""
+    """Sections, as the checks of modules below settings.py see them."""
 
     @property
     def model(self) -> Any: ...
@@ -28,7 +28,7 @@ class Resolved(Protocol):
 
 
 class Unresolved(Protocol):
-    """What derivations in a module below settings.py see of Settings."""
+    """Settings, as derivations in modules below settings.py see them."""
 
     explicit: dict[str, Any]
     origins: dict[str, str]

@@ -6,6 +6,7 @@ All problems are collected; no check needs a process group or a file.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,9 +34,7 @@ CONFLICTS = [
 ASCENDING = [line.split() for line in _rules("ASCENDING")]
 """Pairs of settings of which the first must not be greater than the second."""
 NEEDED = _rules("NEEDED")
-"""Each has a setting that must be set or have a given value, and settings that need it unless they
-have their defaults.
-"""
+"""Rules with a setting, or NAME=VALUE, and the settings that need it unless they have their defaults."""
 
 
 @functools.cache
@@ -96,6 +95,10 @@ def validate(settings: Settings) -> None:
         chosen = [name for name, value in terms if _met(name, value, values[name])]
         if len(chosen) > 1 and bad.isdisjoint(chosen):
             remedy = f"{reason}; leave one of them out" if reason else "choose one"
+            for name in itertools.filterfalse(settings.changed, chosen):  # stays if left out
+                off = options[name].written(False)
+                other = off if values[name] is True else f"another {options[name].flag}"
+                remedy = f"{reason}; give {other}"
             add(f"{' and '.join(map(settings.written, chosen))} contradict each other: {remedy}")
     for low, high in ASCENDING:
         derived = settings.explicit.keys().isdisjoint((low, high))  # their sources are compared

@@ -58,6 +58,10 @@ CASES = """
 --fim-spm-rate 0.3 => --fim-spm-rate 0.3 | --fim-rate => --fim-spm-rate -
 --position-embedding-type rope --mtp-loss-scaling-factor 0.3 \
     => --mtp-loss-scaling-factor 0.3 | --mtp-num-layers => --mtp-num-layers 1
+--mtp-num-layers 1 => --mtp-num-layers 1 | --position-embedding-type => --position-embedding-type rope
+--num-experts 4 --moe-shared-expert-intermediate-size 8 \
+    => --moe-shared-expert-intermediate-size 8 | --disable-bias-linear => --disable-bias-linear
+--add-qkv-bias --attention-bias qkv => --add-qkv-bias | --attention-bias qkv => --attention-bias -
 --qk-layernorm --qk-l2-norm => --qk-layernorm | --qk-l2-norm => --qk-l2-norm -
 --decoupled-lr 0.1 --freeze embedding => --decoupled-lr | --freeze => --decoupled-lr -
 --xielu --num-experts 4 => --xielu | --num-experts => --xielu -

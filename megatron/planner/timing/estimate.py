@@ -108,10 +108,10 @@ class Estimate:
     def words(self) -> str:
         """Return the step's seconds, its MFU if there is a peak, and the share of each part."""
         mfu = "" if self.mfu is None else f", MFU {100 * self.mfu:.1f} %"
-        parts = (
+        shares = (
             f"{name} {100 * s / self.seconds:.1f} %" for name, s in self.breakdown.items() if s
         )
-        return f"{self.seconds:.4g} s (predicted){mfu}: {', '.join(parts)}"
+        return f"{self.seconds:.4g} s (predicted){mfu}: {', '.join(shares)}"
 
     @property
     def devices(self) -> int:
