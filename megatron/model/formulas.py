@@ -71,7 +71,7 @@ class ModelSizes:
         """Return a parameter's layer: -1 in the embedding, num_layers in the last norm and head."""
         if name.startswith("layers."):
             return int(name.split(".")[1])
-        return -1 if name.startswith("embedding.") else self.model.num_layers
+        return -1 if name.startswith("embedding") else self.model.num_layers
 
     def _products(self) -> Iterator[tuple[int, str, float]]:
         """Yield the layer, the name and the forward FLOPs per token of each weight matrix.

@@ -173,6 +173,7 @@ def test_later_tokens_take_a_layer_a_projection_and_the_output_layer():
         (dict(multi_latent_attention=True, q_lora_rank=9, v_head_dim=7), 0),
         (dict(freeze=("embedding", "layers.0", "layers.1.mlp", "bias")), 0),
         (dict(freeze=("layers.[12].mlp.*4h_to_h", "final_layernorm")), 0),
+        (dict(embedding_layernorm=True, freeze=("embedding", "layers.0")), 0),
         # the first layer's input needs no gradient
         (dict(lora_rank=3, lora_target=("self_attention", "mlp")), 2 * (96 + 3) * 32),
     ],
