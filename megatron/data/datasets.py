@@ -141,9 +141,12 @@ def read_data_file_list(path: str) -> Blend:
                 f"got {line!r}"
             ) from None
         sources.append(BlendSource(weight, prefix))
-    if not any(source.weight for source in sources):
-        raise ConfigError(f"{path}: --data-file-list names no data set with a positive weight")
-    return normalised(sources)
+    try:
+        if blend := normalised(sources):
+            return blend
+    except ValueError as error:
+        raise ConfigError(f"--data-file-list {path}: {error}") from None
+    raise ConfigError(f"--data-file-list {path} names no data set")
 
 
 def samples_of_component(num_samples: int, weight: float) -> int:
