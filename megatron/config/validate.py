@@ -30,7 +30,10 @@ CONFLICTS = [
     (names.split(), reason)
     for names, _, reason in (line.partition(": ") for line in _rules("CONFLICTS"))
 ]
-"""Groups of settings, or NAME=VALUE, of which at most one may be chosen; with reasons if any."""
+"""Groups of settings, or NAME=VALUE, of which at most one may be chosen; with reasons if any.
+
+A chosen one of a group without a reason replaces those of a preset (presets.py).
+"""
 ASCENDING = [line.split() for line in _rules("ASCENDING")]
 """Pairs of settings of which the first must not be greater than the second."""
 NEEDED = _rules("NEEDED")
