@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_PIPED_WIDTH = 160
+_PIPED_WIDTH = 200
 
 
 @dataclass(frozen=True)
