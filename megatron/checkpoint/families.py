@@ -511,6 +511,7 @@ FAMILIES: Mapping[str, Family] = {
             """,
         ),
         _EXPERTS_TOO | _SHARED_WIDTH | {name: name for name in _LINEAR},
+        {**_SILU, "use_sliding_window": False},
         older=_EXPERTS,
         rope=rules.rope(share="partial_rotary_factor"),
     ),

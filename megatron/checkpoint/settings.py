@@ -86,6 +86,8 @@ def settings_to_take(
         source = file.parent
         tokenizer = huggingface_config.tokenizer_settings(source)
         fields = huggingface_config.read_config(file)
+        if new is not None:
+            fields.pop("quantization_config", None)  # describes weights, which are not read
         model = plain(huggingface_config.model_of(fields, str(file))[1])
     if not (isinstance(model, dict) and isinstance(tokenizer, dict)):
         raise CheckpointError(f"{file} does not hold the settings of a run")

@@ -78,6 +78,7 @@ def test_contradictions(source, tmp_path):
 def test_a_new_model_from_a_config(source, tmp_path):
     """Flags override its settings, as those of a preset, and --load is of the run's checkpoints."""
     fields = json.loads((source / "config.json").read_text()) | {"initializer_range": 0.3}
+    fields["quantization_config"] = {"quant_method": "fp8"}
     alone = tmp_path / "some.json"
     alone.write_text(json.dumps(fields))
     hf = ["--model-from", str(alone), "--load", "run", *FLAGS, "--train-iters", "1"]
