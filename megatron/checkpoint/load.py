@@ -353,7 +353,8 @@ def _read(
         if problems:
             raise CheckpointError(
                 f"{folder} does not fit this model: {named(problems)}. A checkpoint of another "
-                "architecture is not loaded in part: see --use-checkpoint-args"
+                "architecture is not loaded in part: see --use-checkpoint-args, and --pieces for a "
+                "layer or model of your own"
             )
     with errors_on_all_ranks(topology, f"reading {folder}", _Damage):
         _fill([(n, t) for n, t in tensors if n in stored], folder, stored, alive)

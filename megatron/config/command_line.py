@@ -311,6 +311,7 @@ def _give_flags(settings: Settings, flags: Flags, checkpoint: ReadCheckpoint | N
             f"--model-from {settings.explicit['model_from']} and {other if loaded else '--preset'} "
             "both set the model: use one of them"
         )
+        settings.bad.update((*REQUIRED, "vocab_size"))
     elif checkpoint is not None and (loaded or "model_from" in settings.explicit):
         _give_checkpoint(settings, checkpoint, "load" if loaded else "model_from")
     if settings.explicit.get("deepspeed") or "--no-deepspeed" in flags:

@@ -256,8 +256,9 @@ def read_checkpoint(
         where = ", ".join(own.describe().values())
         if differing := [n for n, _ in sorted(all_shapes.items() ^ shapes.items())]:
             raise ConfigError(
-                f"Hugging Face has no names for parameters of {where}: {named(differing)}. Read the "
-                "model with megatron.load_model(FOLDER, pieces=FILE)"
+                f"the parameters of {where} are not those of the built-in layers, which a Hugging "
+                f"Face model has: they differ in {named(differing)}. Read the model with "
+                "megatron.load_model(FOLDER, pieces=FILE)"
             )
         notes.append(f"config.json is that of the built-in layers: transformers needs {where}")
     require_kind(checkpoint, kind)
