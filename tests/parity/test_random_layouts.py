@@ -150,7 +150,8 @@ def test_drawn_layout_equals_one_process(seed):
     world_size *= context["context_parallel_size"]
     fields |= draw_experts(draw, world_size // fields["pipeline_model_parallel_size"], fields)
     fields |= draw_part(draw, fields)
-    fields["decoupled_lr"] = draw.choice([1e-2, 3e-3])
+    if "lora_rank" not in fields and "embedding" not in fields.get("freeze", ()):
+        fields["decoupled_lr"] = draw.choice([1e-2, 3e-3])
     if fields["position_embedding_type"] != "learned_absolute":
         fields["mtp_num_layers"] = draw.choice([0, 1, 2])
     check(
