@@ -29,7 +29,7 @@ NONE = {}
 FROZEN = dict(pieces=frozen.__file__)
 OWN_LOSS = dict(pieces=own_loss.__file__)
 FREEZE = dict(freeze=("embedding", "layers.0", "layers.[12].mlp.*4h_to_h", "*.bias"))
-LORA = dict(lora_rank=3, lora_alpha=4.0, lora_target=("self_attention", "dense_*"), clip_grad=0.1)
+LORA = dict(lora_rank=3, lora_alpha=4.0, lora_target=("self_attention", "dense_*"), clip_grad=0.05)
 
 
 def layout(
