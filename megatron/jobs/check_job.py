@@ -485,7 +485,7 @@ def check_training(job: CheckedJob, config: Config) -> None:
     job.unchecked += (
         "quotas of the file system (lfs quota)",
         "whether the code runs with these flags and fits (the figures above are predictions): add "
-        f"--dry-run --world-size {job.tasks} to the flags of pretrain_gpt.py",
+        f"--dry-run --world-size {job.tasks} --cluster NAME to the flags of pretrain_gpt.py",
         "compute nodes and their network: PREFLIGHT=1 of job.sh tests them when the job starts",
     )
 
