@@ -69,7 +69,7 @@ def test_what_names_nothing_is_refused_before_the_data_is_opened(tmp_path):
     for words, named in (
         (["--freeze", "layers", "embedding", "*norm"], "--freeze layers"),
         (["--num-experts", "2", "--lora-rank", "2", "--lora-target", "experts"], "--lora-target"),
-        ([*tokens, "--vocab-size", "257", "--fim-rate", "0.5"], "--fim-prefix-token"),
+        ([*tokens, "--vocab-size", "257", "--fim-rate", "0.5"], "--fim-suffix-token"),
     ):
         (outcome,) = launch(1, [*data, *words])
         refused(outcome)

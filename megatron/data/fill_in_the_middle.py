@@ -50,32 +50,38 @@ class FillInTheMiddle:
     def of(cls, config: Config, tokenizer: Tokenizer | None) -> FillInTheMiddle | None:
         """Return the rearrangement that the flags request, or None.
 
-        Raises ConfigError for a token that the tokenizer does not have.
+        Raises ConfigError for tokens that the tokenizer does not have, and for equal ones.
         """
         data = config.data
         if not data.fim_rate:
             return None
         assert tokenizer is not None, "the command line was checked"
 
-        def id_of(setting: str) -> int:
-            name = getattr(data, setting)
-            number = tokenizer.id_of(name)
-            if number is None:
-                raise ConfigError(
-                    f"the tokenizer has no token {name!r}: give {all_options()[setting].flag} the "
-                    "name of one of its tokens, or leave out --fim-rate"
-                )
-            return number
-
-        names = ("prefix", "middle", "suffix", "pad")
-        ids = {name: id_of(f"fim_{name}_token") for name in names}
-        if data.fim_eod_token is not None and id_of("fim_eod_token") != tokenizer.eod:
+        options = all_options()
+        settings = [f"fim_{name}_token" for name in ("prefix", "middle", "suffix", "pad", "eod")]
+        names = {name: getattr(data, name) for name in (*settings, "fim_split_sample")}
+        names = {name: text for name, text in names.items() if text is not None}
+        ids = {n: i for n, text in names.items() if (i := tokenizer.id_of(text)) is not None}
+        if missing := [options[n].written(text) for n, text in names.items() if n not in ids]:
+            raise ConfigError(
+                f"the tokenizer does not have the tokens of {', '.join(missing)}: give names of "
+                "tokens that it has, or leave out --fim-rate"
+            )
+        if ids.get("fim_eod_token", tokenizer.eod) != tokenizer.eod:
             raise ConfigError(
                 f"--fim-eod-token {data.fim_eod_token} is not the token that ends a document, "
                 f"{tokenizer.decode([tokenizer.eod])!r}: leave --fim-eod-token out"
             )
-        separator = None if data.fim_split_sample is None else id_of("fim_split_sample")
-        return cls(data, tokenizer, config.training.seed, **ids, separator=separator)
+        prefix, middle, suffix, pad = (ids[name] for name in settings[:4])
+        if len({prefix, middle, suffix}) < 3:
+            raise ConfigError(
+                f"{', '.join(options[name].written(names[name]) for name in settings[:3])} must be "
+                "three different tokens"
+            )
+        separator = ids.get("fim_split_sample")
+        return cls(
+            data, tokenizer, config.training.seed, prefix, middle, suffix, pad, separator=separator
+        )
 
     def __call__(self, position: int, tokens: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the sample at `position`, and 1 for each of its tokens that is not padding.

@@ -131,7 +131,11 @@ def test_tokens_have_to_be_those_of_the_tokenizer(tmp_path):
     fields = dict(settings, vocab_size=None, train_data_path=("a",), fim_rate=0.5, **names)
     rearrange = FillInTheMiddle.of(tiny(**fields, fim_eod_token="<|endoftext|>"), tokenizer)
     assert (rearrange.prefix, rearrange.middle, rearrange.suffix) == tuple(tokenizer.encode("PMS"))
-    for wrong in (dict(fim_suffix_token="<no>"), dict(fim_eod_token="E")):
+    for wrong in (
+        dict(fim_suffix_token="<no>"),
+        dict(fim_eod_token="E"),
+        dict(fim_middle_token="P"),
+    ):
         with pytest.raises(ConfigError, match=next(iter(wrong)).replace("_", "-")):
             FillInTheMiddle.of(tiny(**{**fields, **wrong}), tokenizer)
 
