@@ -24,6 +24,7 @@ from megatron.config import Config
 from megatron.engine.buckets import BucketPlan, BucketRule, bucket_rule
 from megatron.engine.optimizer_state import optimizer_state
 from megatron.engine.zero_plan import BACKWARD, BucketOp, ModulePass, Zero, ZeroPlan, zero_of
+from megatron.model.stages import end_ranks
 from megatron.pipeline.orders import Op as PipelineOp
 from megatron.pipeline.schedule import moments_of_rank
 from megatron.planner.events import Alloc, Free, Pass, PassEvent, Sum, Trace, TracedModule
@@ -497,7 +498,7 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     most: Bytes = now[np.argmax(now.sum(axis=1))]
     most[_ACTIVATIONS] += max(layer.tables for layer, _ in traced.kinds)
     # tokens, labels and positions, int64, and fp32 masks of all micro-batches of the step
-    if rank in (0, p - 1):
+    if rank in end_ranks(config):
         most[_BUFFERS] += 28.0 * config.model.seq_length * config.batch.micro_batch_size * m
     return most
 

@@ -8,7 +8,6 @@ import textwrap
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,14 +15,13 @@ import torch
 from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config
 from megatron.config.command_line import parse_plan
-from megatron.config.parallel import V_SHAPED
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.settings import cluster_of_environment
 from megatron.data.tokenizer import with_vocabulary
 from megatron.errors import MegatronError
 from megatron.model.gpt import hidden_state, model_sizes
-from megatron.pipeline.orders import SENDS_IN_FLIGHT, group_sizes
-from megatron.pipeline.schedule import build_schedule, moments_of_rank
+from megatron.pipeline.orders import ORDERS, SENDS_IN_FLIGHT, group_sizes
+from megatron.pipeline.schedule import build_schedule
 from megatron.planner.cluster import GIB, Cluster, load_cluster
 from megatron.planner.dryrun.rank import (
     RankProblem,
@@ -37,6 +35,7 @@ from megatron.planner.memory import (
     HEADROOM,
     PROCESS_BYTES,
     PROCESS_SHARES,
+    memory_of_ranks,
     process_bytes,
     room_bytes,
 )
@@ -80,32 +79,34 @@ class Member:
     stands_for: tuple[int, ...] = ()
 
 
-def members_of(config: Config) -> list[Member]:
+def members_of(config: Config, device: str = "gpu") -> list[Member]:
     """Choose one rank of every distinct kind, in pipeline order, then ranks that are only compared.
 
     Pipeline ranks are of the same kind if their chunks have the same layers, and both or neither
     have an embedding or a head. The first rank of a kind is run, because it has the most
-    micro-batches in flight; under zb-h1 the last rank is run as well, because later ranks keep more
-    tensors for deferred weight gradients; and where stages form a V, the two ranks with the most of
-    each. Tensor-parallel ranks hold tensors of the same shape,
-    including padding, and data-parallel ranks hold equal shards of each bucket. It is therefore
-    enough to compare a few more ranks: the last tensor rank of the first and of the last stage and,
-    on the first stage, the last data rank and the last rank of the first context group, expert
-    group and ZeRO group. All experts get the same number of rows (planner/tensors.py).
+    micro-batches in flight; under an order that splits backward passes, in which a rank may hold
+    more tensors for deferred weight gradients instead, the one with the highest predicted peak.
+    Tensor-parallel ranks hold tensors of the same shape, including padding, and data-parallel ranks
+    hold equal shards of each bucket. It is therefore enough to compare a few more ranks: the last
+    tensor rank of the first and of the last stage and, on the first stage, the last data rank and
+    the last rank of the first context group, expert group and ZeRO group. All experts get the same
+    number of rows (planner/tensors.py).
     """
     layout = layout_of(config)
     size = layout.pipeline
+    pieces = config.pieces
+    splits = ORDERS[config.parallel.schedule].splits
+    # Every pipeline rank is of a kind of its own with a user's schedule, or if a prediction would
+    # trace a user's layers, which may fail.
+    distinct = pieces.schedule is not None or (splits and pieces.architecture != PLAIN)
     kinds: dict[object, list[int]] = {}
     for p in range(size):
-        # with a user's schedule, every pipeline rank is of a kind of its own
-        distinct = p if config.pieces.schedule is not None else None
-        kinds.setdefault((stages_on(config, p), distinct), []).append(p)
+        kinds.setdefault((stages_on(config, p), distinct and p), []).append(p)
     alike: dict[int, tuple[int, ...]] = {}
     for ranks in kinds.values():
-        if config.parallel.schedule in V_SHAPED and len(ranks) > 1:
-            ranks.sort(key=partial(_most_held, config), reverse=True)
-        if config.parallel.schedule in ("zb-h1", *V_SHAPED) and len(ranks) > 1:
-            alike[ranks[-1]] = (ranks.pop(),)
+        if splits and len(ranks) > 1:
+            peaks = memory_of_ranks(config, device)
+            ranks.sort(key=lambda p: -peaks[p].total)
         alike[ranks[0]] = tuple(ranks)
     run = [(0, 0, p) for p in sorted(alike)]
     compared = [(layout.tensor - 1, 0, p) for p in sorted({0, size - 1}) if layout.tensor > 1]
@@ -116,20 +117,6 @@ def members_of(config: Config) -> list[Member]:
         Member(layout.rank(tensor=t, data=d, pipeline=p), p, alike[p] if (t, d) == (0, 0) else ())
         for t, d, p in run + compared
     ]
-
-
-def _most_held(config: Config, rank: int) -> tuple[int, int]:
-    """Return the most activations of a pipeline rank before their backward passes, and in all."""
-    parallel = config.parallel
-    moments = moments_of_rank(
-        config.schedule,
-        parallel.pipeline_model_parallel_size,
-        parallel.num_chunks,
-        config.num_micro_batches(),
-        rank,
-    )
-    held = moments.in_flight.sum(axis=1)
-    return int(held.max()), int((held + moments.waiting.sum(axis=1)).max())
 
 
 def enough_micro_batches(config: Config) -> int:
@@ -156,8 +143,8 @@ def enough_micro_batches(config: Config) -> int:
     if config.parallel.schedule == "interleaved":
         warm_up = -(-((v + 1) * p - 1) // (v * p))  # number of groups; fewer suffice if larger
         return sum(group_sizes(p, m)[: warm_up + 1])
-    longer = config.parallel.schedule in ("zb-h1", *V_SHAPED)
-    return min(m, (2 * p if longer else p) + 2 + SENDS_IN_FLIGHT)
+    splits = ORDERS[config.parallel.schedule].splits
+    return min(m, (2 * p if splits else p) + 2 + SENDS_IN_FLIGHT)
 
 
 # -- the rehearsal ---------------------------------------------------------------------------------
@@ -201,7 +188,7 @@ def rehearse(
     count = enough_micro_batches(config)
     runs = dict[Member, RankRun]()
     failed = list[RankProblem]()
-    for m in members_of(config):
+    for m in members_of(config, device):
         try:
             runs[m] = run_rank(config, m.rank, "cpu" if device == "cpu" else "meta", count)
         except Exception as error:  # the run would fail in the same way

@@ -154,7 +154,7 @@ ZERO_BUBBLE = "--enable-zbh1-pipeline"
             for name in V_SHAPED
         ),
         pytest.param(f"{PP2} {CHUNKS} --num-layers 4 --global-batch-size 16", marks=MORE),
-        pytest.param(f"{PP4} --global-batch-size 48 {ZERO_BUBBLE}", marks=MORE),
+        f"{PP4} --global-batch-size 48 {ZERO_BUBBLE}",
         pytest.param(f"{PP4} {CHUNKS} --global-batch-size 48 --num-layers 8", marks=MORE),
         pytest.param(
             f"{PP4} --global-batch-size 48 --num-layers 7 --pipeline-layout 1,2,2,2", marks=MORE
@@ -183,7 +183,8 @@ def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(flags):
     for kind in members:
         first, *rest = (run_rank(config, p, "meta", enough).peak.total for p in kind.stands_for)
         assert max(rest, default=0) <= first
-        of_loss = end_ranks(config)[1] == kind.pipeline_rank
+        # ZB-V holds the most before there are losses
+        of_loss = end_ranks(config)[1] == kind.pipeline_rank and config.schedule != "zb-v"
         losses = (count - enough) * GPU_BLOCK if of_loss else 0
         assert run_rank(config, kind.pipeline_rank, "meta", count).peak.total == first + losses
 
