@@ -683,21 +683,28 @@ def _passes(config: Config, stages: Sequence[_Seconds]) -> float:
     A rank's first pass waits for the forward passes of the earlier stages; their backward passes
     follow its last pass. In between it does all its work, except for the weight gradients of a
     split backward pass that follow its last backward pass: those for one micro-batch on the first
-    rank, and for one more on each later rank.
+    rank, and for one more on each later rank. A micro-batch leaves a rank with several stages for
+    the stages between them; meanwhile the rank can only compute other micro-batches, if there are
+    enough.
     """
-    most = ahead = behind = 0.0
+    most = 0.0
     busy = [sum(stage) for stage in stages]
+    forward, backward, weight = zip(*stages, strict=True)
+    ahead, behind = ([0.0, *itertools.accumulate(each)] for each in (forward, backward))
     size = config.parallel.pipeline_model_parallel_size
     micro_batches = config.num_micro_batches()
     bubble = _BUBBLES.get(config.schedule_name, 0.0) * (size - 1) * sum(busy) / size
+    others = micro_batches - 1
     for rank in range(size):
-        forward, backward, weight = stages[rank]
-        deferred = min(rank + 1, micro_batches) * weight  # including its last micro-batch
-        mine = sum(busy[stage] for stage in stages_of_rank(config, rank))
-        idle = max(bubble, ahead + max(0.0, behind - deferred))
-        most = max(most, micro_batches * mine + idle)
-        ahead = ahead + forward
-        behind = behind + backward
+        mine = stages_of_rank(config, rank)
+        deferred = min(rank + 1, micro_batches) * weight[rank]  # including its last micro-batch
+        idle = ahead[rank] + max(0.0, behind[rank] - deferred)
+        for a, b in itertools.pairwise(mine):
+            idle += max(0.0, ahead[b] - ahead[a + 1] - others * forward[a])
+            own = others * backward[b] + micro_batches * weight[b]
+            idle += max(0.0, behind[b] - behind[a + 1] - own)
+        work = micro_batches * sum(busy[stage] for stage in mine)
+        most = max(most, work + max(bubble, idle))
     return most
 
 

@@ -107,6 +107,9 @@ def test_parts_add_up(config, factor):
         ("--pipeline-model-parallel-size 8", 0.01),
         ("--num-layers-per-virtual-pipeline-stage 2", 0.02),
         ("--pipeline-model-parallel-size 8 --enable-zbh1-pipeline", 0.02),
+        # with fewer micro-batches than ranks, a rank waits between its stages, and for messages
+        ("--num-layers-per-virtual-pipeline-stage 2 --global-batch-size 32", 0.16),
+        ("--pipeline-schedule zb-v --global-batch-size 32", 0.12),
         ("--zero-stage 0", 0.02),
         ("--zero-stage 2 --zero-shard-size 4", 0.02),
         ("--sequence-parallel --tp-comm-overlap --micro-batch-size 2", 0.02),
