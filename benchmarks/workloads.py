@@ -14,6 +14,7 @@ counted by megatron/model/formulas.py for every side.
 
 from __future__ import annotations
 
+import bisect
 import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -262,7 +263,8 @@ def cuda_cases(memory_bytes: int) -> list[WorkloadCase]:
     wide = replace(small, layers=24, hidden=2048, heads=16, micro_batch=4)
     cases = [small, replace(wide, workload="G2", name="1.3B")]
     deep = replace(small, hidden=2560, heads=20, micro_batch=1, sides=CUDA_SIDES)
-    largest = [replace(deep, workload="G3", name="largest", layers=n) for n in range(2, 129)]
-    fitting = [case for case in largest if case.parameters * BYTES_PER_PARAMETER <= room]
-    cases = [case for case in cases if case.parameters * BYTES_PER_PARAMETER <= room] + fitting[-1:]
+    deeper = [replace(deep, workload="G3", name="largest", layers=n) for n in range(2, 129)]
+    fitting = bisect.bisect(deeper, room / BYTES_PER_PARAMETER, key=lambda case: case.parameters)
+    cases = [case for case in cases if case.parameters * BYTES_PER_PARAMETER <= room]
+    cases += deeper[:fitting][-1:]
     return [replace(case, name=f"{case.name} ({case.parameters / 1e9:.2f}B)") for case in cases]
