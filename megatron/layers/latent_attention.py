@@ -139,8 +139,8 @@ class LatentAttention(SoftmaxAttention):
         entered = copy_to_tensor_region(
             torch.cat(latents, dim=-1), self.context.tensor, self.context.sequence_parallel
         )
-        latent, shared, *others = entered.split([x.shape[-1] for x in latents], dim=-1)
-        return others[0] if others else x, latent, shared
+        latent, shared, *queries = entered.split([x.shape[-1] for x in latents], dim=-1)
+        return queries[0] if queries else x, latent, shared
 
     def _absorbed(
         self, plain: Tensor, turned: Tensor, stored: Tensor, padding: Tensor | None

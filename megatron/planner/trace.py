@@ -204,6 +204,7 @@ def that_counts(config: Config, kind: str) -> Config:
 
     kind  part of the model to trace (recorder.record): only "layer" depends on a user's layer
     """
+    config = sized(config)
     sections = {}
     for name, section in SECTIONS.items():
         reset = {
@@ -215,9 +216,7 @@ def that_counts(config: Config, kind: str) -> Config:
     context = parallel.context_parallel_size
     tensor = parallel.tensor_model_parallel_size
     ranks = math.lcm(context, math.lcm(tensor, parallel.expert_ranks) // tensor)
-    sections["model"] = dataclasses.replace(
-        model, num_layers=1, vocab_size=model.vocab_size or GPT2_VOCABULARY
-    )
+    sections["model"] = dataclasses.replace(model, num_layers=1)
     sections["parallel"] = dataclasses.replace(
         parallel,
         world_size=parallel.tensor_model_parallel_size * ranks,

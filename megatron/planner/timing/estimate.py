@@ -694,15 +694,15 @@ def _passes(config: Config, stages: Sequence[_Seconds]) -> float:
     size = config.parallel.pipeline_model_parallel_size
     micro_batches = config.num_micro_batches()
     bubble = _BUBBLES.get(config.schedule_name, 0.0) * (size - 1) * sum(busy) / size
-    others = micro_batches - 1
+    remaining = micro_batches - 1
     for rank in range(size):
         mine = stages_of_rank(config, rank)
         deferred = min(rank + 1, micro_batches) * weight[rank]  # including its last micro-batch
         idle = ahead[rank] + max(0.0, behind[rank] - deferred)
         for a, b in itertools.pairwise(mine):
-            idle += max(0.0, ahead[b] - ahead[a + 1] - others * forward[a])
-            own = others * backward[b] + micro_batches * weight[b]
-            idle += max(0.0, behind[b] - behind[a + 1] - own)
+            idle += max(0.0, ahead[b] - ahead[a + 1] - remaining * forward[a])
+            computed = remaining * backward[b] + micro_batches * weight[b]
+            idle += max(0.0, behind[b] - behind[a + 1] - computed)
         work = micro_batches * sum(busy[stage] for stage in mine)
         most = max(most, work + max(bubble, idle))
     return most

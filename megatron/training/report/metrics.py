@@ -58,7 +58,9 @@ class FlopRates:
 
     def at(self, length: int | None) -> FlopRates:
         """Return the figures for sequences of this length; None: those of the run."""
-        return self if self.shorter is None else self.shorter(length or self.seq_length)
+        if self.shorter is None or length is None or length == self.seq_length:
+            return self
+        return self.shorter(length)
 
 
 def rates(config: Config, topology: Topology, length: int | None = None) -> FlopRates:

@@ -13,7 +13,6 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.errors import DataError
 from megatron.kernels import choose
 from megatron.model import formulas
-from megatron.model.gpt import model_sizes
 from megatron.parallel import collectives
 from megatron.parallel.topology import Topology
 from megatron.training.report.reporter import Reporter
@@ -23,6 +22,7 @@ from megatron.training.run.schedules import BatchSchedule, Progress
 
 def describe_setup(
     config: Config,
+    sizes: formulas.ModelSizes,
     topology: Topology,
     locations: Sequence[str],
     reporter: Reporter,
@@ -32,7 +32,6 @@ def describe_setup(
     model = config.model
     say = reporter.console.say_wrapped
     assert model.vocab_size is not None, "the tokenizer was read"
-    sizes = model_sizes(config)
     experts = ""
     if model.num_experts is not None:
         active = sizes.parameters(active=True)

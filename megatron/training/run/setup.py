@@ -31,6 +31,7 @@ from megatron.data.fill_in_the_middle import FillInTheMiddle
 from megatron.data.tokenizer import LimitedTokenizer, Tokenizer, build_tokenizer
 from megatron.engine.engine import Engine, build_executor
 from megatron.errors import ConfigError, DataError, LaunchError, LostRankError, MegatronError
+from megatron.model.formulas import ModelSizes
 from megatron.model.gpt import build_chunks, check_patterns, layer_context, model_sizes
 from megatron.model.stages import stage_owners
 from megatron.parallel import collectives
@@ -252,12 +253,13 @@ def assemble(
     FillInTheMiddle.of(config, tokenizer)  # a token that is missing is reported now
     describe_export(config, topology, reporter)
     agree_on_times(topology)
-    describe_setup(config, topology, locations, reporter, host)
+    sizes = model_sizes(config)
+    describe_setup(config, sizes, topology, locations, reporter, host)
     check_kernels(config, topology)
     batches = BatchSchedule.from_config(config)
     tasks = read_tasks(config.training.eval_tasks or (), tokenizer, context_of(config))
     datasets, samples, build = build_data(config, topology, tokenizer, batches, reporter)
-    chunks, engine = build_model(config, topology, reporter)
+    chunks, engine = build_model(config, sizes, topology, reporter)
     with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):
         progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
     record_settings(settings, topology, reporter, progress.iteration)
@@ -270,7 +272,7 @@ def assemble(
         to_come = (train, train_samples, progress, end, topology.device, reporter)
         decided_by_first(topology, partial(describe_resume, stored, config, *to_come))
     compare_samples(datasets, topology)
-    costs = publish_start(config, topology, locations, progress, reporter)
+    costs = publish_start(config, sizes, topology, locations, progress, reporter)
     if isinstance(tokenizer, LimitedTokenizer):
         tokenizer.rest()  # training encodes no more text; a user's callback may
     describe_length(config, batches, datasets, progress, end, costs.tokens, reporter)
@@ -280,7 +282,9 @@ def assemble(
     resumes = is_same_folder(config.checkpoint.load, config.checkpoint.save)
     if saves is not None and checkpoint and resumes:
         saves.saved_iteration = progress.iteration
-    wall_time = build_wall_time(config, topology, reporter, saves, started, batches, datasets)
+    wall_time = build_wall_time(
+        config, sizes, topology, reporter, saves, started, batches, datasets
+    )
     position = progress.consumed_samples
     stream = open_stream(
         config,
@@ -372,7 +376,7 @@ def build_data(
 
 
 def build_model(
-    config: Config, topology: Topology, reporter: Reporter
+    config: Config, sizes: ModelSizes, topology: Topology, reporter: Reporter
 ) -> tuple[torch.nn.ModuleDict, Engine]:
     """Build this rank's stages and their engine. Raises ConfigError if all weights are frozen."""
     # On a CPU, permanent buffers are kept outside the heap that the steps use.
@@ -384,7 +388,7 @@ def build_model(
         engine = Engine(config, topology, chunks)
     chunks.train()
     if frozen := engine.frozen_parameters():
-        total = model_sizes(config).parameters()
+        total = sizes.parameters()
         if frozen == total:
             raise ConfigError(
                 f"all {frozen:,} parameters of the model are frozen: train at least one of them"
@@ -399,6 +403,7 @@ def build_model(
 
 def publish_start(
     config: Config,
+    sizes: ModelSizes,
     topology: Topology,
     locations: Sequence[str],
     progress: Progress,
@@ -406,7 +411,7 @@ def publish_start(
 ) -> RunCosts:
     """Report the start of the run and its costs; return the costs."""
     nodes = len({location.partition(":")[0] for location in locations}) or 1
-    costs = run_costs(config, model_sizes(config), nodes, progress)
+    costs = run_costs(config, sizes, nodes, progress)
     reporter.say(f" the whole run: {costs.size}")
     reporter.publish(
         Start(
@@ -515,6 +520,7 @@ def build_saves(
 
 def build_wall_time(
     config: Config,
+    sizes: ModelSizes,
     topology: Topology,
     reporter: Reporter,
     saves: Saves | None,
@@ -550,7 +556,7 @@ def build_wall_time(
 
     state_bytes = 0.0
     if saves is not None:
-        state_bytes = checkpoint_bytes(config, model_sizes(config)) / topology.world.size
+        state_bytes = checkpoint_bytes(config, sizes) / topology.world.size
     # several ranks need one more step to agree
     steps_ahead = 1 if topology.world.size == 1 else 2
     wall_time = WallTime(
