@@ -1,0 +1,195 @@
+"""History of a run's data: which blend, length and order of samples held from which position on.
+
+The position of a sample is the number of samples before it in the order of the run, those included
+that were left out after loss spikes. A phase holds from its position to that of the next one.
+Together with a position, the phases determine a sample, so that any rank computes its part, and a
+resumed run needs no replay. Checkpoints have the phases that have begun.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from megatron.data.interleave import Interleaving
+from megatron.untrusted import is_count
+
+
+@dataclass(frozen=True)
+class PhaseSource:
+    """A source of data in a phase.
+
+    name        identifies the source's stream in all phases; in general the prefix
+    first, stop the sequences that the split takes, [first, stop)
+    generation  number of times that the files were replaced by others of the same name; each time,
+                the source began again
+    """
+
+    weight: float
+    prefix: str
+    name: str
+    first: int
+    stop: int
+    generation: int = 0
+
+    @property
+    def stream(self) -> tuple[str, int]:
+        """Return what identifies the source's stream."""
+        return self.name, self.generation
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What determines the order of samples from position `start` on.
+
+    packing  value of --data-packing
+    """
+
+    start: int
+    seq_length: int
+    packing: str
+    seed: int
+    sources: tuple[PhaseSource, ...]
+
+    def interleaving(self) -> Interleaving:
+        """Return the order in which the sources alternate."""
+        return Interleaving([source.weight for source in self.sources])
+
+    def counts(self, samples: int) -> dict[tuple[str, int], int]:
+        """Return how many of the first `samples` samples of the phase each stream gives."""
+        counts = self.interleaving().counts(samples).tolist()
+        return dict(zip([source.stream for source in self.sources], counts, strict=True))
+
+
+Phases = tuple[Phase, ...]
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A phase of a run's settings, which begins after `tokens` tokens of the run's data."""
+
+    tokens: int
+    phase: Phase
+
+
+def stretches(phases: Sequence[Phase], end: int) -> Iterator[tuple[Phase, int]]:
+    """Yield each phase with its number of samples before position `end`."""
+    starts = [phase.start for phase in phases] + [max(end, phases[-1].start)] if phases else []
+    for phase, (start, stop) in zip(phases, pairwise(starts), strict=True):
+        yield phase, max(0, min(stop, end) - start)
+
+
+def tokens_before(phases: Sequence[Phase], position: int) -> int:
+    """Return the number of tokens in the samples before a position."""
+    return sum(phase.seq_length * samples for phase, samples in stretches(phases, position))
+
+
+def begun(phases: Iterable[Phase], position: int) -> Phases:
+    """Return the phases that have begun before a position."""
+    return tuple(phase for phase in phases if phase.start < position)
+
+
+def continued(past: Sequence[Phase], position: int, schedule: Sequence[Scheduled]) -> Phases:
+    """Return the phases of a run that continues from `position`: `past` ones, then scheduled ones.
+
+    The first scheduled phase begins after 0 tokens. The one that holds at `position` continues the
+    last past phase if nothing but its start differs. The others begin at the first position before
+    which there are as many tokens as scheduled.
+    """
+    phases = list(begun(past, position))
+    tokens = tokens_before(phases, position)
+    current = [each for each in schedule if each.tokens <= tokens][-1].phase
+    if not phases or replace(current, start=phases[-1].start) != phases[-1]:
+        phases.append(replace(current, start=position))
+    length = current.seq_length
+    for each in schedule:
+        if each.tokens > tokens:
+            start = position - (tokens - each.tokens) // length
+            phases.append(replace(each.phase, start=start))
+    return tuple(phases)
+
+
+def epochs_before(
+    phases: Sequence[Phase], end: int, tokens: Mapping[tuple[str, int], int]
+) -> dict[tuple[str, int], float]:
+    """Return how often each stream is read before position `end`.
+
+    `tokens` has the number of tokens in an epoch of each stream; others are left out. With
+    --data-packing best-fit, padding counts as tokens, so that the result is slightly too high.
+    """
+    epochs = dict.fromkeys(tokens, 0.0)
+    for phase, samples in stretches(phases, end):
+        for stream, count in phase.counts(samples).items():
+            if stream in epochs:
+                epochs[stream] += count * phase.seq_length / tokens[stream]
+    return epochs
+
+
+def named(sources: Sequence[PhaseSource], past: Sequence[Phase]) -> tuple[PhaseSource, ...]:
+    """Return sources with the names and generations of their streams.
+
+    A source that the last past phase with its prefix reads the same sequences of has the name that
+    it had there. Otherwise the name is the prefix, followed by the sequences if several sources have
+    this prefix. Sources that read the same sequences become one, of the sum of their weights.
+    """
+    former = {
+        (each.prefix, each.first, each.stop): each for phase in past for each in phase.sources
+    }
+    generations = {each.name: each.generation for phase in past for each in phase.sources}
+    merged: dict[tuple[str, int, int], PhaseSource] = {}
+    for source in sources:
+        key = source.prefix, source.first, source.stop
+        before = merged.get(key)
+        weight = source.weight + (before.weight if before else 0.0)
+        merged[key] = replace(source, weight=weight)
+    result = []
+    for key, source in merged.items():
+        alone = sum(each.prefix == source.prefix for each in merged.values()) == 1
+        name = source.prefix if alone else f"{source.prefix}@{source.first}:{source.stop}"
+        if key in former:
+            name = former[key].name
+        result.append(replace(source, name=name, generation=generations.get(name, 0)))
+    return tuple(result)
+
+
+def to_record(phases: Iterable[Phase]) -> list[dict[str, object]]:
+    """Return phases as in a checkpoint."""
+    return [
+        {
+            **{f.name: getattr(phase, f.name) for f in dataclasses.fields(Phase)},
+            "sources": [dataclasses.astuple(source) for source in phase.sources],
+        }
+        for phase in phases
+    ]
+
+
+def from_record(record: object) -> Phases:
+    """Return the phases in a checkpoint. Raises ValueError if they are damaged."""
+    phases = list[Phase]()
+    names = {field.name for field in dataclasses.fields(Phase)}
+    for entry in record if isinstance(record, list) else [None]:
+        if not isinstance(entry, dict) or entry.keys() != names:
+            raise ValueError("not a list of phases")
+        sources = entry["sources"]
+        if not isinstance(sources, list) or not sources:
+            raise ValueError("a phase without sources")
+        counts = [entry[name] for name in ("start", "seq_length", "seed")]
+        if not all(map(is_count, counts)) or not isinstance(entry["packing"], str):
+            raise ValueError("a phase with invalid settings")
+        phase = Phase(**{**entry, "sources": tuple(map(_source, sources))})
+        begins = phase.start > phases[-1].start if phases else phase.start == 0
+        if not begins or not phase.seq_length:
+            raise ValueError("phases out of order")
+        phases.append(phase)
+    return tuple(phases)
+
+
+def _source(record: object) -> PhaseSource:
+    match record:
+        case [float(weight), str(prefix), str(name), int(first), int(stop), int(generation)]:
+            if 0 < weight < math.inf and 0 <= first < stop and generation >= 0:
+                return PhaseSource(weight, prefix, name, first, stop, generation)
+    raise ValueError(f"{record!r} is not a source")
