@@ -243,80 +243,64 @@ def build_index(request: IndexRequest) -> Arrays:
     return {"doc_idx": documents, "sample_idx": rows, "shuffle_idx": order}
 
 
-class FileDataset(SourceDataset):
-    """Samples concatenated from pieces of the sequences in `request`.
+@dataclass(frozen=True)
+class IndexFiles:
+    """Index files of a data set: in `index-cache` next to it, or in `data_cache_path`.
 
-    `description` identifies the index in the cache. The index is looked up in `index-cache` next to
-    the data, then in `data_cache_path`, and built in the latter, if it is given, or else in the
-    former. `pad_id` fills the rest of a sample whose pieces are too short. Raises DataError for an
-    .idx file with impossible sizes or too many sequences, and the errors of load_or_build.
+    An index is looked up in the former, then in the latter, and built in the latter, if it is given,
+    or else in the former. With `verify` an existing index is compared with its digests.
     """
 
-    def __init__(
-        self,
-        indexed: IndexedDataset,
-        request: IndexRequest,
-        *,
-        pad_id: int = 0,
-        data_cache_path: StrPath | None = None,
-        verify: bool = False,
-    ) -> None:
-        if request.stop > INT32_MAX:
-            raise DataError(
-                f"{request.prefix}: more than {INT32_MAX} sequences: preprocess it in parts and "
-                "blend them"
-            )
-        self.name = request.prefix
-        self.seq_length = request.seq_length
-        self.tokens_per_epoch = request.tokens_per_epoch
-        self._indexed = indexed
-        self._request = request
-        self._pad_id = pad_id
-        self._verify = verify
-        self._directories = [Path(request.prefix).parent / "index-cache"]
-        if data_cache_path:
-            self._directories.append(Path(data_cache_path))
-        self._load()
+    indexed: IndexedDataset
+    data_cache_path: StrPath | None = None
+    verify: bool = False
 
-    def _cached(
+    def load(
         self,
         description: str,
         names: Sequence[str],
         build: Callable[[], Arrays],
         take: Callable[[Arrays], bool],
+        sequences: tuple[int, int],
     ) -> None:
-        """Pass arrays from the cache to `take`, or build them from checked sizes.
+        """Pass arrays from the cache to `take`, or build them from sizes that are checked before.
 
         `take` keeps arrays for reading and returns whether they belong to this data. The description
         does not cover the content of the data files, so a cache may be older than data that were
-        preprocessed again under the same name.
+        preprocessed again under the same name. Raises the errors of load_or_build.
         """
 
         def build_checked() -> Arrays:
-            self._check_sizes()
+            self.indexed.check(*sequences)
             return build()
 
-        self.description = description
-        load_or_build(
-            description, names, self._directories, build_checked, fits=take, verify=self._verify
-        )
+        directories = [Path(self.indexed.prefix).parent / "index-cache"]
+        if self.data_cache_path:
+            directories.append(Path(self.data_cache_path))
+        load_or_build(description, names, directories, build_checked, fits=take, verify=self.verify)
 
-    def _check_sizes(self) -> None:
-        """Raise DataError if the size of a sequence in the split is damaged."""
-        self._indexed.check(self._request.start, self._request.stop)
+
+class SlicedDataset(SourceDataset):
+    """Samples concatenated from pieces of the sequences of data files.
+
+    `pad_id` fills the rest of a sample whose pieces are too short.
+    """
+
+    _indexed: IndexedDataset
+    _pad_id: int
 
     @abstractmethod
-    def _load(self) -> None:
-        """Load the index from the cache, or build it."""
+    def _slices(self, index: int) -> SequenceSlices:
+        """Return the pieces of a sample. Raises DataError if the index is damaged."""
 
-    @abstractmethod
-    def _find(self, index: int) -> SequenceSlices | None:
-        """Return the pieces of a sample; None if the index is damaged."""
+    def _length(self, index: int) -> int:
+        """Return the number of tokens of a sample that are inputs."""
+        return self.seq_length
 
     def __getitem__(self, index: int, /) -> Int64Array:
         slices = self._slices(index)
         filled = int(slices.lengths.sum())
-        tokens = np.empty(self.seq_length + 1, np.int64)
+        tokens = np.empty(self._length(index) + 1, np.int64)
         tokens[filled:] = self._pad_id
         self._indexed.gather(slices, tokens[:filled])
         return tokens
@@ -330,7 +314,7 @@ class FileDataset(SourceDataset):
         if self._indexed.mask is None:
             return None
         slices = self._slices(index)
-        marks = np.zeros(self.seq_length + 1, np.int64)
+        marks = np.zeros(self._length(index) + 1, np.int64)
         self._indexed.gather_mask(slices, marks[: int(slices.lengths.sum())])
         return marks
 
@@ -341,17 +325,77 @@ class FileDataset(SourceDataset):
             return f"{bin_path(self._indexed.location)}, padding of sample {index}"
         return self._indexed.where(slices, token)
 
+
+def check_prefix_size(request: IndexRequest) -> None:
+    """Raise DataError for a split that has too many sequences to number."""
+    if request.stop > INT32_MAX:
+        raise DataError(
+            f"{request.prefix}: more than {INT32_MAX} sequences: preprocess it in parts and "
+            "blend them"
+        )
+
+
+class FileDataset(SlicedDataset):
+    """Samples of the sequences in `request`.
+
+    `description` identifies the index in the cache. Raises DataError for an .idx file with
+    impossible sizes or too many sequences, and the errors of load_or_build.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        request: IndexRequest,
+        *,
+        pad_id: int = 0,
+        data_cache_path: StrPath | None = None,
+        verify: bool = False,
+    ) -> None:
+        check_prefix_size(request)
+        self.name = request.prefix
+        self.seq_length = request.seq_length
+        self.tokens_per_epoch = request.tokens_per_epoch
+        self._indexed = indexed
+        self._request = request
+        self._pad_id = pad_id
+        self._files = IndexFiles(indexed, data_cache_path, verify)
+        self._load()
+
+    def _cached(
+        self,
+        description: str,
+        names: Sequence[str],
+        build: Callable[[], Arrays],
+        take: Callable[[Arrays], bool],
+    ) -> None:
+        self.description = description
+        request = self._request
+        self._files.load(description, names, build, take, (request.start, request.stop))
+
+    @abstractmethod
+    def _load(self) -> None:
+        """Load the index from the cache, or build it."""
+
+    @abstractmethod
+    def _find(self, index: int) -> SequenceSlices | None:
+        """Return the pieces of a sample; None if the index is damaged."""
+
     def _slices(self, index: int) -> SequenceSlices:
         slices = self._find(index)
         if slices is None:
-            self._check_sizes()  # reports the data instead if they are damaged
-            raise DataError(
-                f"{self.name}: entry {index} of the cached index does not give a sample of "
-                f"{self.seq_length + 1} tokens: the index is damaged or was built from other data; "
-                "delete its folder, index-cache next to the data or --data-cache-path, to have it "
-                "built again"
-            )
+            # reports the data instead if they are damaged
+            self._indexed.check(self._request.start, self._request.stop)
+            raise damaged_index(self.name, index)
         return slices
+
+
+def damaged_index(name: str, index: int) -> DataError:
+    """Return the error for an index that gives no sample `index`."""
+    return DataError(
+        f"{name}: entry {index} of the cached index does not give a sample: the index is damaged or "
+        "was built from other data; delete its folder, index-cache next to the data or "
+        "--data-cache-path, to have it built again"
+    )
 
 
 class GPTDataset(FileDataset):

@@ -23,7 +23,15 @@ import zlib
 import numpy as np
 
 from megatron.data.arrays import Int32Array, Int64Array, IntArray
-from megatron.data.gpt_dataset import BLOCK, FileDataset, IndexRequest, Spans, spread, within
+from megatron.data.gpt_dataset import (
+    BLOCK,
+    FileDataset,
+    IndexFiles,
+    IndexRequest,
+    Spans,
+    spread,
+    within,
+)
 from megatron.data.index_cache import Arrays
 from megatron.data.indexed_dataset import SequenceSlices, best_fit_pack, group_by_bin, shuffle
 from megatron.errors import DataError
@@ -82,22 +90,29 @@ def _cut(request: IndexRequest) -> tuple[Int32Array, Int32Array]:
     """Cut the sequences of the split into pieces.
 
     Return int32 [pieces, 2] of (sequence, first token) in text order, and int32 [pieces], each
-    piece's number of tokens. The number of pieces of a sequence is its number of predictions
-    divided by seq_length, rounded up.
+    piece's number of tokens.
     """
-    seq_length = np.int32(request.seq_length)
     pieces = list[Int32Array]()
     lengths = list[Int32Array]()
     for first in range(request.start, request.stop, BLOCK):
         sizes = request.sizes[first : min(first + BLOCK, request.stop)]
-        counts = np.maximum(-((1 - sizes) // seq_length), 0)
-        sequences = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
-        starts = np.cumsum(counts, dtype=np.int64) - counts
-        offsets = (np.arange(len(sequences)) - starts[sequences]) * request.seq_length
+        sequences, offsets, filled = cut_pieces(sizes, request.seq_length)
         pieces.append(np.stack([sequences + first, offsets], axis=1).astype(np.int32))
-        filled = np.minimum(sizes[sequences] - offsets, request.sample_tokens)
-        lengths.append(filled.astype(np.int32))
+        lengths.append(filled)
     return np.concatenate(pieces), np.concatenate(lengths)
+
+
+def cut_pieces(sizes: IntArray, seq_length: int) -> tuple[Int64Array, Int64Array, Int32Array]:
+    """Cut texts of these numbers of tokens into pieces of up to seq_length + 1.
+
+    Return for each piece the number of its text, its first token and its number of tokens. A text
+    has as many pieces as its number of predictions divided by seq_length, rounded up.
+    """
+    counts = np.maximum(-((1 - sizes.astype(np.int64)) // seq_length), 0)
+    texts = np.repeat(np.arange(len(sizes)), counts)
+    offsets = within(counts) * seq_length
+    filled = np.minimum(sizes[texts] - offsets, seq_length + 1)
+    return texts, offsets, filled.astype(np.int32)
 
 
 def _probe(request: IndexRequest) -> int:
@@ -106,43 +121,127 @@ def _probe(request: IndexRequest) -> int:
     return zlib.crc32(request.sizes[where].astype("<i4").tobytes())
 
 
-class PackedDataset(FileDataset):
-    """Samples that are packed from documents and shuffled, in whole epochs.
+class Packing:
+    """Pieces of sequences in bins of `request.sample_tokens` tokens.
 
-    `waste` is the share of padding in all tokens. `tokens_per_epoch` counts the tokens that an
-    epoch trains on: a document of n tokens has n - 1 predictions. Raises DataError if no sequence
-    has two tokens.
+    table   int32 [pieces, 2], (sequence, first token) of each piece, grouped by bin
+    starts  int64 [bins + 1], where the pieces of each bin start
+    tokens  number of tokens of each piece; None: up to the end of its sequence, or a full bin
+    """
+
+    def __init__(
+        self,
+        request: IndexRequest,
+        table: IntArray,
+        starts: IntArray,
+        tokens: Int32Array | None = None,
+    ) -> None:
+        self._request = request
+        self._table = table
+        self._starts = starts
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @property
+    def pieces(self) -> int:
+        """Return the number of pieces in all bins."""
+        return len(self._table)
+
+    def _lengths(self, pieces: Int64Array | slice) -> Int64Array:
+        if self._tokens is not None:
+            return self._tokens[pieces].astype(np.int64)
+        sequences, offsets = self._table[pieces].T
+        return self._request.piece_lengths(sequences, offsets.astype(np.int64))
+
+    def of(self, bins: Int64Array) -> SequenceSlices:
+        """Return the pieces of these bins, without checks."""
+        first = self._starts[bins]
+        count = self._starts[bins + 1] - first
+        pieces = np.repeat(first, count) + within(count)
+        sequences, offsets = self._table[pieces].T
+        return SequenceSlices(sequences, offsets.astype(np.int64), self._lengths(pieces))
+
+    def bin(self, number: int) -> SequenceSlices | None:
+        """Return the pieces of a bin.
+
+        None if there are none, if they are too long for a bin, or if one is outside of the split or
+        has fewer than two tokens.
+        """
+        if not 0 <= number < len(self):
+            return None
+        first, stop = self._starts[number : number + 2].tolist()
+        if not 0 <= first < stop <= len(self._table):
+            return None
+        sequences, offsets = self._table[first:stop].T
+        request = self._request
+        if not request.covers(sequences) or offsets.min() < 0:
+            return None
+        lengths = self._lengths(slice(first, stop))
+        fits = lengths.min() >= 2 and lengths.sum() <= request.sample_tokens
+        return SequenceSlices(sequences, offsets, lengths) if fits else None
+
+
+class WholePacking(Packing):
+    """The bins of all sequences in `request`, from the index files, or built.
+
+    `predictions` counts those that an epoch trains on: a document of n tokens has n - 1. `waste` is
+    the share of padding in all tokens.
+    """
+
+    predictions: int
+
+    def __init__(self, request: IndexRequest, files: IndexFiles) -> None:
+        self._request = request
+        self._tokens = None
+        files.load(
+            request.bins_description,
+            BIN_PARTS,
+            lambda: build_packing(request),
+            self._take,
+            (request.start, request.stop),
+        )
+        # a piece has one more token than predictions
+        filled = self.predictions + self.pieces
+        self.waste = 1 - filled / (len(self) * request.sample_tokens)
+
+    def _take(self, arrays: Arrays) -> bool:
+        """Keep the arrays; return whether shapes, checksum and some of the bins match this data."""
+        table, starts, counts = (arrays[name] for name in BIN_PARTS)
+        self._table = table
+        self._starts = starts
+        if counts.shape != (3,) or table.shape[1:] != (2,) or starts.ndim != 1:
+            return False
+        tokens, self.predictions, checksum = counts.tolist()
+        return (
+            len(self) > 0
+            and tokens == self._request.tokens_per_epoch
+            and checksum == _probe(self._request)
+            and starts[-1] == len(table)
+            and all(self.bin(number) is not None for number in spread(len(self)))
+        )
+
+
+class PackedDataset(FileDataset):
+    """Samples that are packed from documents and shuffled, in whole epochs, in Megatron's way.
+
+    `tokens_per_epoch` counts the tokens that an epoch trains on. Raises DataError if no sequence has
+    two tokens.
     """
 
     def _load(self) -> None:
         request = self._request
-        bins = request.bins_description
-        self._cached(bins, BIN_PARTS, lambda: build_packing(request), self._take)
+        self._packing = WholePacking(request, self._files)
+        self.num_bins = len(self._packing)
+        self.waste = self._packing.waste
+        self.tokens_per_epoch = self._packing.predictions
         epochs = -(-request.num_samples // self.num_bins)
         self._cached(
-            f"{bins}Number of epochs {epochs}\nRandom seed {request.seed}\n",
+            f"{request.bins_description}Number of epochs {epochs}\nRandom seed {request.seed}\n",
             ["order"],
             lambda: {"order": build_order(self.num_bins, epochs, request.seed)},
             self._take_order,
-        )
-        # a piece has one more token than predictions
-        filled = self.tokens_per_epoch + len(self._table)
-        self.waste = 1 - filled / (self.num_bins * request.sample_tokens)
-
-    def _take(self, arrays: Arrays) -> bool:
-        """Keep the arrays; return whether shapes, checksum and some of the bins match this data."""
-        self._table, self._starts, counts = (arrays[name] for name in BIN_PARTS)
-        starts = self._starts
-        if counts.shape != (3,) or self._table.shape[1:] != (2,) or starts.ndim != 1:
-            return False
-        self.num_bins = len(starts) - 1
-        tokens, self.tokens_per_epoch, checksum = counts.tolist()
-        return (
-            self.num_bins > 0
-            and tokens == self._request.tokens_per_epoch
-            and checksum == _probe(self._request)
-            and starts[-1] == len(self._table)
-            and all(self._bin(number) is not None for number in spread(self.num_bins))
         )
 
     def _take_order(self, arrays: Arrays) -> bool:
@@ -163,31 +262,8 @@ class PackedDataset(FileDataset):
 
     def spans(self, indices: Int64Array, /) -> Spans:
         """Return the pieces of these samples, without the label that ends each piece."""
-        bins = self._order[indices].astype(np.int64)
-        first = self._starts[bins]
-        count = self._starts[bins + 1] - self._starts[bins]
-        sequences, offsets = self._table[np.repeat(first, count) + within(count)].T
-        lengths = self._request.piece_lengths(sequences, offsets.astype(np.int64))
+        sequences, offsets, lengths = self._packing.of(self._order[indices].astype(np.int64))
         return (sequences.astype(np.int64) << 32) + offsets, lengths - 1
 
     def _find(self, index: int) -> SequenceSlices | None:
-        return self._bin(int(self._order[index]))
-
-    def _bin(self, number: int) -> SequenceSlices | None:
-        """Return the pieces of a bin.
-
-        None if there are none, if they are too long for a bin, or if one is outside of the split or
-        has fewer than two tokens.
-        """
-        if not 0 <= number < self.num_bins:
-            return None
-        first, stop = self._starts[number : number + 2].tolist()
-        if not 0 <= first < stop <= len(self._table):
-            return None
-        sequences, offsets = self._table[first:stop].T
-        request = self._request
-        if not request.covers(sequences) or offsets.min() < 0:
-            return None
-        lengths = request.piece_lengths(sequences, offsets.astype(np.int64))
-        fits = lengths.min() >= 2 and lengths.sum() <= request.sample_tokens
-        return SequenceSlices(sequences, offsets, lengths) if fits else None
+        return self._packing.bin(int(self._order[index]))

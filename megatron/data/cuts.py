@@ -1,0 +1,562 @@
+"""Samples that are cut from the documents of one source, epoch by epoch.
+
+A cut is a stretch of a source's stream in which sequence length, packing, seed and the sequences of
+the split stay the same. Its samples are numbered from 0 and have no end. It begins with what the
+cut before it left unread of an epoch, and goes on with whole epochs. In each epoch the documents
+are shuffled anew, and its samples are read in a random order: every token is read once before the
+next epoch begins.
+
+A change of length in the middle of an epoch must not tear documents apart that are yet to come.
+Therefore concatenated samples are shuffled within windows of about WINDOW tokens, which are read
+one after another: a change leaves gaps only in the window in which it happens. Its unread samples
+become pieces of sequences. The last token of a piece is only a label: the one that follows in the
+sequence, which is read again, or the end of the sequence. Predictions from one piece to the next
+are excluded from the loss.
+
+A sequence that has been read in part when documents are packed is packed by its unread pieces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.data.arrays import BoolArray, Int32Array, Int64Array, IntArray
+from megatron.data.gpt_dataset import BLOCK, IndexFiles, IndexRequest, spread, within
+from megatron.data.index_cache import Arrays
+from megatron.data.indexed_dataset import (
+    IndexedDataset,
+    SequenceSlices,
+    best_fit_pack,
+    group_by_bin,
+    shuffle,
+)
+from megatron.data.packed_dataset import Packing, WholePacking, cut_pieces
+from megatron.data.permutation import permute
+from megatron.errors import DataError
+
+WINDOW = 1 << 28
+STRIDE = 8  # documents between those whose first token is listed in the index of an epoch
+# Epochs of fewer documents are shuffled in memory, whenever they are read: it takes milliseconds.
+_IN_MEMORY = 1 << 20
+_EPOCHS_KEPT = 3
+
+
+class Segments(NamedTuple):
+    """Consecutive pieces of sequences.
+
+    starts     int64, where each begins in the line of tokens
+    sequences  numbers of the sequences
+    offsets    int64, its first token in the sequence
+    lengths    int64, its number of tokens
+    ends       bool, whether its last token is only a label
+    """
+
+    starts: Int64Array
+    sequences: IntArray
+    offsets: Int64Array
+    lengths: Int64Array
+    ends: BoolArray
+
+    def between(self, begins: Int64Array, ends: Int64Array) -> Segments:
+        """Return the segments of each of the ranges [begin, end) of the line, one after another.
+
+        The ranges are within the line of these segments, none of which is empty.
+        """
+        stops = self.starts + self.lengths
+        first = np.searchsorted(stops, begins, side="right")
+        count = np.searchsorted(self.starts, ends) - first
+        chosen = np.repeat(first, count) + within(count)
+        starts = np.maximum(self.starts[chosen], np.repeat(begins, count))
+        until = np.minimum(stops[chosen], np.repeat(ends, count))
+        return Segments(
+            starts,
+            self.sequences[chosen],
+            self.offsets[chosen] + starts - self.starts[chosen],
+            until - starts,
+            self.ends[chosen] & (until == stops[chosen]),
+        )
+
+    @property
+    def pieces(self) -> Pieces:
+        """Return the tokens that are inputs in the loss."""
+        pieces = Pieces(self.sequences, self.offsets, self.lengths - self.ends)
+        return pieces.at(pieces.lengths > 0)
+
+
+class Pieces(NamedTuple):
+    """Pieces of sequences whose tokens are yet to be read as inputs."""
+
+    sequences: IntArray
+    offsets: Int64Array
+    lengths: Int64Array
+
+    @classmethod
+    def joined(cls, *some: Pieces) -> Pieces:
+        return cls(*map(np.concatenate, zip(_NO_PIECES, *some, strict=True)))
+
+    def at(self, chosen: IntArray | BoolArray) -> Pieces:
+        return Pieces(self.sequences[chosen], self.offsets[chosen], self.lengths[chosen])
+
+    def ends_inside(self, sizes: Int32Array) -> BoolArray:
+        """Return which of the pieces end before their sequences do."""
+        return self.offsets + self.lengths < sizes[self.sequences]
+
+    def merged(self) -> Pieces:
+        """Return the pieces in the order of the data, those that adjoin each other as one."""
+        sequences, offsets, lengths = self.at(np.lexsort((self.offsets, self.sequences)))
+        new = np.ones(len(lengths), bool)
+        new[1:] = (np.diff(sequences) != 0) | (offsets[1:] != (offsets + lengths)[:-1])
+        first = np.flatnonzero(new)
+        sums = np.add.reduceat(lengths, first) if len(first) else lengths
+        return Pieces(sequences[first], offsets[first], sums)
+
+    def within(self, first: int, stop: int) -> Pieces:
+        """Return the pieces of sequences first .. stop - 1."""
+        return self.at((first <= self.sequences) & (self.sequences < stop))
+
+
+_NO_PIECES = Pieces(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+def key_of(*numbers: int) -> int:
+    """Return a number of 64 bits that stands for these numbers."""
+    text = " ".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True)
+class EpochKey:
+    """What determines the order of the documents of an epoch: sequences first .. stop - 1."""
+
+    seed: int
+    number: int
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What a cut leaves unread.
+
+    pieces  of the epoch that it was in
+    epoch   number of the epoch that follows the pieces
+    tail    the order of this epoch if its first `offset` tokens have been read; None: it is whole
+    """
+
+    pieces: Pieces = _NO_PIECES
+    epoch: int = 0
+    tail: EpochKey | None = None
+    offset: int = 0
+
+    def within(self, source: Source, first: int, stop: int) -> Rest:
+        """Return what is left of sequences first .. stop - 1, if these are others than before."""
+        if self.tail is None or (self.tail.first, self.tail.stop) == (first, stop):
+            return replace(self, pieces=self.pieces.within(first, stop))
+        epoch = source.epoch(self.tail)
+        more = epoch.segments(self.offset, epoch.tokens, 0).pieces
+        pieces = Pieces.joined(self.pieces, more).within(first, stop)
+        return Rest(pieces, self.epoch + 1)
+
+
+class Epoch:
+    """The documents of an epoch in their order.
+
+    documents  int32 [n], sequence numbers
+    starts     int64 [n / STRIDE rounded up, + 1], tokens before every STRIDE-th of them, and all
+    """
+
+    def __init__(self, sizes: Int32Array, documents: IntArray, starts: IntArray) -> None:
+        self._sizes = sizes
+        self._documents = documents
+        self._starts = starts
+
+    @property
+    def tokens(self) -> int:
+        return int(self._starts[-1])
+
+    def segments(self, begin: int, end: int, start: int) -> Segments:
+        """Return the documents in tokens begin .. end - 1, which begin at `start` of a line."""
+        first = int(np.searchsorted(self._starts, begin, side="right")) - 1
+        last = int(np.searchsorted(self._starts, end))
+        documents = self._documents[first * STRIDE : last * STRIDE]
+        sizes = self._sizes[documents].astype(np.int64)
+        stops = np.cumsum(sizes) + int(self._starts[first])
+        starts = np.maximum(stops - sizes, begin)
+        lengths = np.minimum(stops, end) - starts
+        some = lengths > 0
+        starts = starts[some]
+        return Segments(
+            starts - begin + start,
+            documents[some],
+            starts - (stops - sizes)[some],
+            lengths[some],
+            np.zeros(len(starts), bool),
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of a source, and its index files."""
+
+    indexed: IndexedDataset
+    files: IndexFiles
+    name: str
+
+    @cached_property
+    def epoch(self) -> Callable[[EpochKey], Epoch]:
+        """Return a function that loads or builds the order of an epoch; it keeps the last few."""
+        return lru_cache(_EPOCHS_KEPT)(self._epoch)
+
+    def _epoch(self, key: EpochKey) -> Epoch:
+        sizes = self.indexed.sizes
+        count = key.stop - key.first
+        total = self.indexed.tokens_between(key.first, key.stop)
+
+        def build() -> Arrays:
+            documents = np.arange(key.first, key.stop, dtype=np.int32)
+            number = key_of(key.seed, key.number)
+            words = np.array([number & 0xFFFFFFFF, number >> 32])
+            shuffle(documents, np.random.RandomState(words))
+            starts = np.zeros(-(-count // STRIDE) + 1, np.int64)
+            for at in range(0, count, BLOCK):  # a multiple of STRIDE
+                some = sizes[documents[at : at + BLOCK]]
+                sums = np.add.reduceat(some, np.arange(0, len(some), STRIDE), dtype=np.int64)
+                starts[at // STRIDE + 1 :][: len(sums)] = sums
+            return {"documents": documents, "starts": np.cumsum(starts)}
+
+        if count < _IN_MEMORY:
+            return Epoch(sizes, **build())
+        made = dict[str, Epoch]()
+
+        def take(arrays: Arrays) -> bool:
+            documents, starts = arrays["documents"], arrays["starts"]
+            if (len(documents), len(starts)) != (count, -(-count // STRIDE) + 1):
+                return False
+            made["epoch"] = Epoch(sizes, documents, starts)
+            return int(starts[-1]) == total and all(
+                (some := documents[block * STRIDE : (block + 1) * STRIDE]).min() >= key.first
+                and some.max() < key.stop
+                and sizes[some].sum(dtype=np.int64) == starts[block + 1] - starts[block]
+                for block in spread(len(starts) - 1)
+            )
+
+        description = (
+            f"Epoch of a stream\n\nData prefix {self.indexed.prefix}\nSequences {key.first} to "
+            f"{key.stop}\nNumber of tokens {total}\nEpoch {key.number}\nRandom seed {key.seed}\n"
+        )
+        self.files.load(description, ("documents", "starts"), build, take, (key.first, key.stop))
+        return made["epoch"]
+
+
+@dataclass(frozen=True)
+class Cut(ABC):
+    """Samples of `seq_length` inputs, and one more token as the last label.
+
+    key   of the first whole epoch, without its number
+    rest  what the cut before left unread
+    """
+
+    source: Source
+    key: EpochKey
+    seq_length: int
+    rest: Rest
+
+    @property
+    def following(self) -> int:
+        """Return the number of the first epoch that this cut reads as a whole."""
+        return self.rest.epoch + (self.rest.tail is not None)
+
+    @property
+    @abstractmethod
+    def tokens_per_epoch(self) -> int:
+        """Return the number of tokens that an epoch trains on."""
+
+    @abstractmethod
+    def slices(self, number: int) -> tuple[SequenceSlices, Int64Array | None]:
+        """Return the pieces of a sample, and the tokens that are no labels, if there are any."""
+
+    @abstractmethod
+    def inputs(self, numbers: Int64Array) -> Pieces:
+        """Return the tokens that these samples train on, as inputs."""
+
+    @abstractmethod
+    def tokens_in(self, numbers: Int64Array) -> int:
+        """Return the number of tokens that these samples train on."""
+
+    @abstractmethod
+    def epochs(self, taken: int) -> float:
+        """Return how often the source has been read after `taken` samples of this cut."""
+
+    @abstractmethod
+    def left(self, taken: int) -> Rest:
+        """Return what is unread after `taken` samples of this cut."""
+
+    @abstractmethod
+    def prepare(self, taken: int, stop: int) -> None:
+        """Build the index files that samples taken .. stop - 1 need."""
+
+
+class ConcatCut(Cut):
+    """Samples cut from a line of tokens: pieces, the tail of an epoch, and whole epochs."""
+
+    @cached_property
+    def _pieces(self) -> Segments:
+        pieces = self.rest.pieces
+        lengths = pieces.lengths + pieces.ends_inside(self.source.indexed.sizes)
+        labels = np.ones(len(lengths), bool)
+        starts = np.cumsum(lengths) - lengths
+        return Segments(starts, pieces.sequences, pieces.offsets, lengths, labels)
+
+    @cached_property
+    def _tail_start(self) -> int:
+        return int(self._pieces.lengths.sum())
+
+    @cached_property
+    def _epochs_start(self) -> int:
+        tail = self.rest.tail
+        left = 0 if tail is None else self.source.epoch(tail).tokens - self.rest.offset
+        return self._tail_start + left
+
+    @cached_property
+    def tokens_per_epoch(self) -> int:
+        return self.source.indexed.tokens_between(self.key.first, self.key.stop)
+
+    def _part(self, at: int) -> tuple[int, int, EpochKey | None, int]:
+        """Return the part of the line with token `at`: begin, end, epoch, its first token.
+
+        The epoch of the pieces is None.
+        """
+        if at < self._tail_start:
+            return 0, self._tail_start, None, 0
+        if at < self._epochs_start:
+            return self._tail_start, self._epochs_start, self.rest.tail, self.rest.offset
+        size = self.tokens_per_epoch
+        number = (at - self._epochs_start) // size
+        begin = self._epochs_start + number * size
+        return begin, begin + size, replace(self.key, number=self.following + number), 0
+
+    def _segments(self, begin: int, end: int) -> Segments:
+        """Return the segments of tokens begin .. end - 1 of the line."""
+        listed = list[Segments]()
+        while begin < end:
+            start, stop, epoch, offset = self._part(begin)
+            stop = min(stop, end)
+            if epoch is None:
+                listed.append(self._pieces.between(np.array([begin]), np.array([stop])))
+            else:
+                first = offset + begin - start
+                one = self.source.epoch(epoch).segments(first, first + stop - begin, begin)
+                listed.append(one)
+            begin = stop
+        if len(listed) == 1:
+            return listed[0]
+        return Segments(*map(np.concatenate, zip(*listed, strict=True)))
+
+    def _window(self, number: int) -> tuple[int, int, int]:
+        """Return the first and last + 1 of the samples shuffled with a sample, and their key.
+
+        The sample that begins in one part of the line and ends in the next is read last.
+        """
+        length = self.seq_length
+        begin, end, epoch, _ = self._part(number * length)
+        first = -(-begin // length)
+        count = end // length - first
+        if number >= first + count:
+            return number, number + 1, 0
+        windows = max(1, round(count * length / WINDOW))
+        window = ((number - first + 1) * windows - 1) // count
+        seed, of = (self.key.seed, -1) if epoch is None else (epoch.seed, epoch.number)
+        return (
+            first + window * count // windows,
+            first + (window + 1) * count // windows,
+            key_of(seed, of, window, self.following),
+        )
+
+    def _starts(self, numbers: Int64Array) -> Int64Array:
+        """Return the first token in the line of each of these samples, which ascend."""
+        result = np.empty(len(numbers), np.int64)
+        done = 0
+        while done < len(numbers):
+            low, high, key = self._window(int(numbers[done]))
+            stop = int(np.searchsorted(numbers, high))
+            result[done:stop] = permute(numbers[done:stop] - low, high - low, key) + low
+            done = stop
+        return result * self.seq_length
+
+    def slices(self, number: int) -> tuple[SequenceSlices, Int64Array | None]:
+        (start,) = self._starts(np.array([number])).tolist()
+        line = self._segments(start, start + self.seq_length + 1)
+        excluded = None
+        if line.ends.any():
+            after = np.cumsum(line.lengths)[line.ends]
+            excluded = after[after <= self.seq_length]
+        return SequenceSlices(line.sequences, line.offsets, line.lengths), excluded
+
+    def inputs(self, numbers: Int64Array) -> Pieces:
+        starts = self._starts(np.sort(numbers)).tolist()
+        return Pieces.joined(
+            *(self._segments(start, start + self.seq_length).pieces for start in starts)
+        )
+
+    def tokens_in(self, numbers: Int64Array) -> int:
+        length = self.seq_length
+        count = len(numbers) * length
+        early = np.sort(numbers[numbers * length < self._tail_start])
+        if len(early):
+            starts = self._starts(early)
+            ends = (self._pieces.starts + self._pieces.lengths)[self._pieces.ends]
+            # a label-only token is the last of its piece
+            reached = (np.searchsorted(ends, at, side="right") for at in (starts, starts + length))
+            before, after = reached
+            count -= int((after - before).sum())
+        return count
+
+    def epochs(self, taken: int) -> float:
+        read = taken * self.seq_length - self._epochs_start
+        return self.following + read / self.tokens_per_epoch
+
+    def left(self, taken: int) -> Rest:
+        length = self.seq_length
+        low, high, key = self._window(taken)
+        tail = low * length
+        pieces = _NO_PIECES
+        if taken > low:
+            unread = np.ones(high - low, bool)
+            unread[permute(np.arange(taken - low), high - low, key)] = False
+            steps = np.flatnonzero(np.diff(unread, prepend=False, append=False))
+            begins, ends = ((steps + low) * length).reshape(-1, 2).T
+            tail = high * length
+            if len(ends) and ends[-1] == tail:  # these samples continue after the window
+                tail = int(begins[-1])
+                begins, ends = begins[:-1], ends[:-1]
+            if len(begins):
+                line = self._segments(low * length, tail)
+                pieces = line.between(begins, ends).pieces
+        if tail < self._tail_start:
+            more = self._segments(tail, self._tail_start).pieces
+            pieces = Pieces.joined(pieces, more)
+            tail = self._tail_start
+        begin, _, epoch, offset = self._part(tail)
+        assert epoch is not None, "the pieces have been read"
+        offset += tail - begin
+        return Rest(pieces, epoch.number, epoch if offset else None, offset)
+
+    def prepare(self, taken: int, stop: int) -> None:
+        begin = taken * self.seq_length
+        while begin <= stop * self.seq_length:
+            _, begin, epoch, _ = self._part(begin)
+            if epoch is not None and epoch.stop - epoch.first >= _IN_MEMORY:
+                self.source.epoch(epoch)
+
+
+class PackedCut(Cut):
+    """Samples packed from documents: what is left of an epoch, and then whole epochs."""
+
+    @cached_property
+    def _request(self) -> IndexRequest:
+        key = self.key
+        indexed = self.source.indexed
+        tokens = indexed.tokens_between(key.first, key.stop)
+        return IndexRequest(
+            *(indexed.prefix, "stream", "", key.first, key.stop, tokens, 1, self.seq_length),
+            *(key.seed, indexed.sizes),
+        )
+
+    @cached_property
+    def whole(self) -> WholePacking:
+        """Return the bins of an epoch."""
+        return WholePacking(self._request, self.source.files)
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        return self.whole.predictions
+
+    @cached_property
+    def _first(self) -> Packing:
+        """Return the bins of what was left of an epoch."""
+        pieces = self.rest.pieces
+        if (tail := self.rest.tail) is not None:
+            epoch = self.source.epoch(tail)
+            line = epoch.segments(self.rest.offset, epoch.tokens, 0)
+            pieces = Pieces.joined(pieces, line.pieces)
+        pieces = pieces.merged()
+        tokens = pieces.lengths + pieces.ends_inside(self.source.indexed.sizes)
+        which, begins, lengths = cut_pieces(tokens, self.seq_length)
+        table = np.stack(
+            [pieces.sequences[which], (pieces.offsets[which] + begins).astype(np.int32)], axis=1
+        )
+        if not len(table):
+            return Packing(self._request, table, np.zeros(1, np.int64), lengths)
+        starts, order = group_by_bin(*best_fit_pack(lengths, self.seq_length + 1))
+        return Packing(self._request, table[order], starts, lengths[order])
+
+    @cached_property
+    def _first_predictions(self) -> int:
+        everything = self._first.of(np.arange(len(self._first)))
+        return int((everything.lengths - 1).sum())
+
+    def _group(self, number: int) -> tuple[int, Packing, int]:
+        """Return the first sample of an epoch or the rest of one, its bins, and its key."""
+        if number < len(self._first):
+            return 0, self._first, key_of(self.key.seed, -1, self.following)
+        epoch = (number - len(self._first)) // len(self.whole)
+        first = len(self._first) + epoch * len(self.whole)
+        return first, self.whole, key_of(self.key.seed, self.following + epoch)
+
+    def _bins(self, numbers: Int64Array) -> list[tuple[Packing, Int64Array]]:
+        """Return the bins of these samples, which ascend, in the packings that have them."""
+        listed = []
+        done = 0
+        while done < len(numbers):
+            first, packing, key = self._group(int(numbers[done]))
+            stop = int(np.searchsorted(numbers, first + len(packing)))
+            some = permute(numbers[done:stop] - first, len(packing), key)
+            listed.append((packing, some))
+            done = stop
+        return listed
+
+    def slices(self, number: int) -> tuple[SequenceSlices, Int64Array | None]:
+        ((packing, bins),) = self._bins(np.array([number]))
+        slices = packing.bin(int(bins[0]))
+        if slices is None:
+            raise DataError(f"bin {bins[0]} of the index is damaged")
+        return slices, None
+
+    def inputs(self, numbers: Int64Array) -> Pieces:
+        some = [packing.of(bins) for packing, bins in self._bins(np.sort(numbers))]
+        pieces = Pieces.joined(*(Pieces(*slices) for slices in some))
+        return pieces._replace(lengths=pieces.lengths - 1)
+
+    def tokens_in(self, numbers: Int64Array) -> int:
+        return int(self.inputs(numbers).lengths.sum())
+
+    def epochs(self, taken: int) -> float:
+        bins = len(self._first)
+        if taken < bins:
+            unread = self._first_predictions * (bins - taken) / bins
+            return self.following - unread / self.tokens_per_epoch
+        return self.following + (taken - bins) / len(self.whole)
+
+    def left(self, taken: int) -> Rest:
+        first, packing, key = self._group(taken)
+        epoch = self.following
+        if packing is self.whole:
+            epoch += 1 + (first - len(self._first)) // len(self.whole)
+        if taken == first and packing is self.whole:
+            return Rest(epoch=epoch - 1)
+        bins = permute(np.arange(taken - first, len(packing)), len(packing), key)
+        pieces = Pieces(*packing.of(bins))
+        pieces = pieces._replace(lengths=pieces.lengths - 1).merged()
+        count = len(pieces.lengths)
+        order = permute(np.arange(count), count, key_of(self.key.seed, epoch, -1))
+        return Rest(pieces.at(order), epoch)
+
+    def prepare(self, taken: int, stop: int) -> None:
+        self._group(taken)

@@ -1,0 +1,105 @@
+"""Streams of data: over any changes of a run, each token of an epoch is read once before the next."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron.data import cuts
+from megatron.data.history import Phase, PhaseSource, Scheduled, continued, from_record, to_record
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.stream import Opening, StreamDataset
+
+PACKINGS = ("concat", "best-fit")
+
+
+def write(prefix, sizes):
+    """Write documents whose tokens are numbered from 0 on."""
+    with IndexedDatasetWriter(prefix, "int32") as writer:
+        tokens = np.arange(sum(sizes), dtype=np.int32)
+        writer.add_batch(tokens, list(sizes), [1] * len(sizes))
+    return str(prefix)
+
+
+class Reader:
+    """Reads samples of streams and counts how often each token was an input in the loss."""
+
+    def __init__(self, sizes_by_prefix):
+        self.sizes = sizes_by_prefix
+        self.counts = {
+            prefix: np.zeros(sum(sizes), int) for prefix, sizes in sizes_by_prefix.items()
+        }
+        self.ends = {prefix: np.cumsum(sizes) - 1 for prefix, sizes in sizes_by_prefix.items()}
+
+    def read(self, dataset, position):
+        stream, _ = dataset.find(position)
+        tokens = dataset[position]
+        segments = dataset.segments(position)
+        marks = dataset.loss_tokens(position)
+        ends = self.ends[stream.name]
+        first = set((ends + 1 - np.array(self.sizes[stream.name])).tolist())
+        in_loss = np.ones(len(tokens) - 1, bool) if marks is None else marks[1:].astype(bool)
+        if segments is not None:
+            bounds = np.cumsum(segments)
+            in_loss &= np.arange(1, len(tokens)) < bounds[-1]
+            in_loss[bounds[:-1] - 1] = False
+        for token, label in zip(
+            tokens[:-1][in_loss].tolist(), tokens[1:][in_loss].tolist(), strict=True
+        ):
+            assert label == token + 1 or (segments is None and token in ends and label in first)
+        used = tokens[:-1][in_loss]
+        counts = self.counts[stream.name]
+        np.add.at(counts, used, 1)
+        inner = np.delete(counts, ends)
+        assert inner.max() - inner.min() <= 1, (stream.name, position)
+        return len(used), stream
+
+
+@pytest.mark.parametrize("case", range(24))
+def test_each_token_of_an_epoch_once_over_any_changes(case, tmp_path, monkeypatch):
+    random = np.random.RandomState(case)
+    monkeypatch.setattr(cuts, "WINDOW", int(random.choice([60, 300, 1 << 28])))
+    longest = random.choice([3, 12, 90])
+    sizes = {
+        write(tmp_path / name, sizes): sizes
+        for name in "abc"
+        if (sizes := random.randint(1, longest + 1, random.randint(2, 40)).tolist() + [5])
+    }
+    opened = {prefix: IndexedDataset(prefix) for prefix in sizes}
+    reader = Reader(sizes)
+    packings = [random.choice(PACKINGS)] if case % 3 else PACKINGS
+    phases, position = (), 0
+    for _ in range(8):
+        some = [prefix for prefix in sizes if random.rand() < 0.7] or list(sizes)[:1]
+        sources = tuple(
+            PhaseSource(float(random.rand() + 0.05), p, p, 0, len(sizes[p])) for p in some
+        )
+        length = int(random.choice([1, 4, 7, 16, 33]))
+        packing = str(random.choice(packings))
+        now = Phase(0, length, packing, int(random.randint(3)), sources)
+        phases = from_record(to_record(continued(phases, position, [Scheduled(0, now)])))
+        stop = position + random.randint(1, 200)
+        dataset = StreamDataset(phases, position, stop, Opening(opened.__getitem__))
+        order = range(position, stop)
+        for index in order:
+            count, stream = reader.read(dataset, index)
+            _, number = dataset.find(index)
+            assert stream.tokens_in(np.array([number])) == count
+            assert stream.spans(np.array([number]))[1].sum() == count
+        position = stop
+
+
+def test_phases_of_a_schedule():
+    sources = [(PhaseSource(1.0, p, p, 0, 9),) for p in "ab"]
+    first, second = (Phase(0, 10, "concat", 1, s) for s in sources)
+    schedule = [Scheduled(0, first), Scheduled(95, second)]
+    begun = continued((), 0, schedule)
+    assert [phase.start for phase in begun] == [0, 10]
+    for position in (1, 5, 9, 10, 11):
+        past = tuple(phase for phase in begun if phase.start < position)
+        assert continued(past, position, schedule) == begun
+    longer = [
+        dataclasses.replace(s, phase=dataclasses.replace(s.phase, seq_length=20)) for s in schedule
+    ]
+    assert [p.start for p in continued(begun[:1], 4, longer)] == [0, 4, 7]
