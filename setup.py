@@ -93,7 +93,16 @@ helpers = Pybind11Extension(
     "megatron.data._index_helpers",
     [
         f"csrc/{name}.cpp"
-        for name in ("index_helpers", "blend", "gather", "packing", "sample_index", "shuffle")
+        for name in (
+            "index_helpers",
+            "blend",
+            "gather",
+            "interleave",
+            "packing",
+            "permutation",
+            "sample_index",
+            "shuffle",
+        )
     ],
     depends=["csrc/index_helpers.hpp"],
     cxx_std=17,

@@ -15,7 +15,9 @@ using Array = py::array_t<T, py::array::c_style>;
 
 void bind_blend(py::module_& module);
 void bind_gather(py::module_& module);
+void bind_interleave(py::module_& module);
 void bind_packing(py::module_& module);
+void bind_permutation(py::module_& module);
 void bind_sample_index(py::module_& module);
 void bind_shuffle(py::module_& module);
 

@@ -455,7 +455,7 @@ try:
     from megatron.data import _index_helpers as compiled  # type: ignore[attr-defined,no-redef,unused-ignore]
 except ImportError:  # a checkout without built extensions: enough for planning and --mock-data
     compiled = None
-if getattr(compiled, "interface", None) != 2:  # built from an older csrc/index_helpers.cpp
+if getattr(compiled, "interface", None) != 3:  # built from an older csrc/index_helpers.cpp
     compiled = None
 
 INT32_MAX = 2**31 - 1

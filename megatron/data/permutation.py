@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from megatron.data import indexed_dataset
 from megatron.data.arrays import Int64Array
 from megatron.parallel.keyed_random import GOLDEN, scramble
 
@@ -22,7 +23,11 @@ def permute(positions: Int64Array, size: int, key: int) -> Int64Array:
     coordinate to the other, which is invertible (Black and Rogaway, "Ciphers with arbitrary finite
     domains", CT-RSA 2002, section 5); a result of `size` or more passes through the network again
     (section 4). The hash is the finaliser of SplitMix64 (megatron.parallel.keyed_random.scramble).
+    C++ gives the same numbers, for one position in a microsecond.
     """
+    if indexed_dataset.compiled is not None:
+        result: Int64Array = indexed_dataset.compiled.permute(positions, size, key)
+        return result
     assert size > 0 and (not len(positions) or 0 <= positions.min() <= positions.max() < size), (
         "positions out of range"
     )

@@ -1,5 +1,7 @@
 """Functions of the index loops with short arrays, requests for an index, and documents."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,14 @@ def call(function, *arguments, int32_max=2**31 - 1):
         patch.setattr(indexed_dataset, "_FEW", 0)
         patch.setattr(indexed_dataset, "INT32_MAX", int32_max)
         return getattr(indexed_dataset, function)(*arguments)
+
+
+@contextmanager
+def without_extension():
+    """Take the C++ extension away for a while, as in a checkout where it was not built."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indexed_dataset, "compiled", None)
+        yield
 
 
 def ascending(sizes, first_token=0):

@@ -7,6 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.permutation import permute
+from tests.data.implementations import without_extension
+
+
+@given(
+    size=st.integers(1, 40) | st.integers(1, 2**62) | st.sampled_from([2**63 - 1, 2**62, 2**32]),
+    key=st.integers(0, 2**64 - 1),
+    data=st.data(),
+)
+def test_extension_and_numpy_give_the_same_numbers(size, key, data):
+    within = st.integers(0, size - 1) | st.sampled_from([0, size - 1])
+    positions = np.array(data.draw(st.lists(within, max_size=30)), np.int64)
+    compiled = permute(positions, size, key)
+    with without_extension():
+        plain = permute(positions, size, key)
+    assert compiled.dtype == plain.dtype == np.int64
+    assert compiled.tolist() == plain.tolist()
 
 
 @given(
