@@ -317,6 +317,11 @@ def resolve(s: Settings) -> None:
     s.fill("max_consecutive_skips", 100 if v["fp16"] else 10, "derived from fp16")
     if v["save_interval"] is not None and v["save"] is None:
         s.ignore("save_interval", "nothing is saved without --save FOLDER")
+    for name in ("data_order", "max_epochs"):
+        if v[name] is not None and v["mock_data"]:
+            s.ignore(name, "--mock-data has no documents")
+    of_megatron = v["train_data_exact_num_epochs"] or v["dataloader_type"] == "cyclic"
+    s.fill("data_order", "megatron" if of_megatron else "stream", "derived")
     if v["data_packing"] == "best-fit" and v["mock_data"]:
         s.ignore("data_packing", "--mock-data has no documents to pack")
     elif v["data_packing"] == "best-fit":

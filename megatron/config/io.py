@@ -11,7 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.config.option import COUNT, MOST_PROCESSES, MOST_WIDTH, NATURAL, WIDTH, Range, option
+from megatron.config.option import (
+    COUNT,
+    FACTOR,
+    MOST_PROCESSES,
+    MOST_WIDTH,
+    NATURAL,
+    WIDTH,
+    Range,
+    option,
+)
+from megatron.config.phases import number
 
 _NO_RANDOM_STATES = (
     "checkpoints need no generator states: data order and dropout masks follow from --seed and "
@@ -91,6 +101,34 @@ def parse_blend(words: Sequence[str], *, named: bool = False) -> Blend:
                 "give pairs WEIGHT NAME=PREFIX for a blend"
             )
     return normalised(sources)
+
+
+def parse_blend_schedule(text: str) -> tuple[tuple[int, Blend], ...]:
+    """Return the (tokens, blend) of each phase in --blend-schedule. Raises ValueError.
+
+    A phase holds from this number of tokens of the run on.
+
+    >>> [(tokens, [s.prefix for s in blend]) for tokens, blend in parse_blend_schedule("0: a, 9K: b")]
+    [(0, ['a']), (9000, ['b'])]
+    """
+    phases = list[tuple[int, Blend]]()
+    for written in filter(None, map(str.strip, re.split("[,\n]", text))):
+        threshold, colon, words = written.partition(":")
+        if not (colon and words.split()):
+            raise ValueError(
+                f"'{written}' is not TOKENS: WEIGHT NAME WEIGHT NAME ..., such as 0: 0.7 web 0.3 code"
+            )
+        try:
+            tokens = int(number(threshold.strip()))
+            blend = parse_blend(words.split())
+        except ValueError as error:
+            raise ValueError(f"'{written}': {error}") from None
+        if phases and tokens <= phases[-1][0]:
+            raise ValueError(f"'{written}' must begin after the {phases[-1][0]:,} tokens before it")
+        phases.append((tokens, blend))
+    if not phases:
+        raise ValueError("it has no phase, such as 0: 0.7 web 0.3 code")
+    return tuple(phases)
 
 
 def normalised(sources: Sequence[BlendSource]) -> Blend:
@@ -213,6 +251,39 @@ class DataConfig:
         metavar="[WEIGHT] PREFIX ...",
         syntax=parse_blend,
     )
+    blend_schedule: str | None = option(
+        None,
+        "Blends of the training data by tokens of the run: phases TOKENS: WEIGHT NAME WEIGHT NAME "
+        "..., separated by commas or line ends, such as '0: 0.7 web 0.3 code, 900B: 0.5 code 0.5 "
+        "math'. NAME is a prefix, or the name of a file of --data-path, --train-data-path or "
+        "--data-file-list without its folder. Their weights hold before the first phase; without "
+        "them the schedule gives the data.",
+        metavar="PHASES",
+        syntax=parse_blend_schedule,
+    )
+    data_order: str = option(
+        None,
+        "Order of the samples of data files. stream: each source is a stream, which a resumed run "
+        "continues whatever changes, so that no token of an epoch is repeated or lost. megatron: "
+        "the order of Megatron-LM, to the bit; after a change of length, blend, batch or packing it "
+        "repeats and skips data.",
+        choices="stream megatron",
+        derived="stream; megatron with --train-data-exact-num-epochs or --dataloader-type cyclic; "
+        "that of the checkpoint for a resumed run",
+    )
+    allow_data_changes: tuple[str, ...] = option(
+        (),
+        "What a resumed run may change although its order of documents depends on it: the seed, the "
+        "split, or the files of a source. What follows from a change is printed.",
+        choices="seed split files",
+        one_start=True,
+    )
+    max_epochs: float | None = option(
+        None,
+        "Refuse a run that reads a source of its training data more often than this. Without this "
+        "flag a warning says so from 16 on.",
+        FACTOR,
+    )
     train_data_exact_num_epochs: int | None = option(
         None,
         "Read the training data as exactly N epochs, shuffled together, even if the run is "
@@ -324,6 +395,11 @@ class DataConfig:
         50, "Goldfish loss: number of tokens that the hash covers.", Range(1, 10**4)
     )
     mmap_bin_files: bool = option(True, "Memory-map .bin files.")
+
+    @property
+    def uses_split(self) -> bool:
+        """Return whether --split divides the data into training, validation and test data."""
+        return not (self.train_data_path or self.valid_data_path or self.test_data_path)
 
 
 @dataclass(frozen=True)

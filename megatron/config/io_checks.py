@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from megatron.config.checks import Problems, check
-from megatron.config.io import hugging_face_folder, is_same_folder, parse_blend
+from megatron.config.io import (
+    hugging_face_folder,
+    is_same_folder,
+    parse_blend,
+    parse_blend_schedule,
+)
 from megatron.config.settings import Sections, all_options
 
 CONFLICTS = """
     data_path data_file_list mock_data train_data_path
     data_path data_file_list mock_data valid_data_path
     data_path data_file_list mock_data test_data_path
+    blend_schedule mock_data
+    train_data_exact_num_epochs data_order=stream: a stream shuffles each epoch for itself
+    dataloader_type=cyclic data_order=stream: a stream repeats its sources anyway
     data_packing=best-fit reset_position_ids=false: positions begin anew in each document
     data_packing=best-fit reset_attention_mask=false: attention begins anew in each document
     train_data_exact_num_epochs data_packing=best-fit: it reads as many epochs as the run needs
@@ -25,7 +33,7 @@ NEEDED = """
     save_hf  save_hf_ema
     save  save_interval_minutes async_save keep_last requeue save_trigger_file
     load  finetune reset_iteration load_tag use_checkpoint_args exit_on_missing_checkpoint
-    load  moe_use_upcycling load_missing
+    load  moe_use_upcycling load_missing allow_data_changes
     keep_last  keep_every
     tokenizer_type  fim_rate
     fim_rate  fim_spm_rate fim_split_sample fim_no_prefix fim_prefix_token fim_middle_token
@@ -74,18 +82,43 @@ def _data(config: Sections) -> Problems:
 
 @check()
 def _parts_of_files(config: Sections) -> Problems:
-    for source in parse_blend(config.data.data_path or ()):
+    data = config.data
+    blends = [("--data-path", parse_blend(data.data_path or ()))]
+    if data.blend_schedule and data.uses_split:
+        phases = parse_blend_schedule(data.blend_schedule)
+        blends += [("--blend-schedule", blend) for _, blend in phases]
+    for flag, source in [(flag, source) for flag, blend in blends for source in blend]:
         if source.documents:
             yield (
-                f"--data-path {source.prefix}@{source.documents}: --split already divides the "
-                "documents: use --train-data-path and --valid-data-path for parts of files"
+                f"{flag} {source.prefix}@{source.documents}: --split already divides the documents: "
+                "use --train-data-path and --valid-data-path for parts of files"
             )
-    sources = parse_blend(config.data.train_data_path or ())
+    if data.data_order == "stream":
+        return
+    sources = parse_blend(data.train_data_path or ())
     files = {source.prefix: source.documents for source in sources}
     if several := {s.prefix for s in sources if files[s.prefix] != s.documents}:
         yield (
             f"--train-data-path has several parts of {', '.join(several)}, whose epochs could not be "
-            "told apart: use one part, or separate files"
+            "told apart with --data-order megatron: use one part, or separate files"
+        )
+
+
+@check("blend_schedule")
+def _blend_schedule(config: Sections) -> Problems:
+    data = config.data
+    first, _ = parse_blend_schedule(data.blend_schedule or "")[0]
+    if first and not (data.data_path or data.data_file_list or data.train_data_path):
+        yield (
+            f"--blend-schedule begins at {first:,} tokens, and no flag says what the run reads "
+            "before: begin it with 0:, or give --data-path or --train-data-path"
+        )
+    if data.data_order == "megatron":
+        others = {"train_data_exact_num_epochs": None, "dataloader_type": "single"}
+        causes = [name for name, usual in others.items() if config.get(name) != usual]
+        yield (
+            f"--blend-schedule needs --data-order stream, and {config.written([*causes, 'data_order'][0])} "
+            "is Megatron's order, which has one blend: leave one of them out"
         )
 
 

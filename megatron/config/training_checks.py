@@ -272,6 +272,12 @@ def piece_problems(
             f"{all_options()[beside[0]].written(explicit[beside[0]])} has no effect on your own "
             f"learning rate ({pieces.describe()['learning_rate']}): leave one of them out"
         )
+    for name in ("blend_schedule", "max_epochs", "data_order"):
+        if pieces.datasets is not None and explicit.get(name) is not None:
+            yield (
+                f"{all_options()[name].written(explicit[name])} is for data files, and the run reads "
+                f"your own data sets ({pieces.describe()['datasets']}): leave one of them out"
+            )
     for name in ("layer", "model", "loss"):
         if cuda_graph_impl is not None and getattr(pieces, name) is not None:
             yield (

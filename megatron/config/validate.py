@@ -72,7 +72,14 @@ def unneeded(values: Mapping[str, Any]) -> set[str]:
 
 # Settings that every configuration must give, itself or through a preset or a checkpoint.
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-DATA = ("data_path", "data_file_list", "train_data_path", "valid_data_path", "test_data_path")
+DATA = (
+    "data_path",
+    "data_file_list",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "blend_schedule",
+)
 """Settings that name data files."""
 
 

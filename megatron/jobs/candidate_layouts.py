@@ -45,7 +45,7 @@ from megatron.planner.timing import estimate
 LOSS = "valid_loss"
 """The objective of a space that sets [trial] tokens."""
 _MOST = 50_000  # combinations; each takes about a millisecond to check
-DATA = {"data_path", "data_file_list", "train_data_path", "mock_data"}
+DATA = {"data_path", "data_file_list", "train_data_path", "blend_schedule", "mock_data"}
 _PRECISION = {"fp16", "bf16", "initial_loss_scale"}
 # With Megatron's initial loss scale of 2^32, the first steps in fp16, and so all steps of a trial,
 # would overflow and be skipped.

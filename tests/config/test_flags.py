@@ -294,6 +294,10 @@ SETTINGS = """
 --train-data-path a => train_data_path ('a',)
 --valid-data-path a => valid_data_path ('a',)
 --test-data-path a => test_data_path ('a',)
+--blend-schedule 0:a,2K:b
+--data-order megatron
+--max-epochs 4.5
+--allow-data-changes seed files => allow_data_changes ('seed','files')
 --data-cache-path cache
 --data-file-list files.txt
 --num-workers 0
@@ -627,7 +631,8 @@ model-parallel-size tiktoken-pattern tiktoken-num-special-tokens tiktoken-specia
 # Flags, and what they need beside them to make sense; "-" takes one out of the base.
 BESIDE = """
 --qk-layernorm-over => --qk-layernorm
---data-packing => --mock-data - --data-path a
+--data-packing --data-order --max-epochs => --mock-data - --data-path a
+--blend-schedule => --mock-data -
 --moe-layer-freq --moe-ffn-hidden-size --moe-aux-loss-coeff --moe-loss-coeff --moe-z-loss-coeff \
     --moe-input-jitter-eps --moe-expert-capacity-factor --moe-train-capacity-factor --moe-eval-capacity-factor \
     --moe-router-topk --moe-router-topk-scaling-factor --moe-router-pre-softmax --moe-router-score-function \

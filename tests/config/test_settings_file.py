@@ -142,7 +142,7 @@ no_load_optim
 no_load_rng finetune reset_iteration use_checkpoint_args model_from exit_on_missing_checkpoint
 override_opt_param_scheduler exit_interval exit_duration_in_mins walltime requeue skip_train
 kill_switch_file save_trigger_file profile profile_step_start profile_step_end
-profile_ranks record_memory_history
+profile_ranks record_memory_history allow_data_changes
 """.split()
 
 
@@ -222,6 +222,7 @@ rampup_batch_size = [2, 2, 8] => --step-batch-size-schedule 0:2,9:4
 global_batch_size = 8 => --step-batch-size-schedule 0:2,9:4
 geglu = true => --squared-relu
 mock_data = true => --data-path a
+mock_data = true => --blend-schedule 0:a
 data_path = ["a"] => --mock-data
 data_path = ["a"] => --train-data-path b
 valid_data_path = ["a"] => --data-path b

@@ -248,9 +248,10 @@ def test_weighted_paths_that_cannot_be_had(tmp_path):
     empty.write_text("a b\n")
     train = "--train-weighted-split-paths"
     valid = "--valid-weighted-split-paths"
+    order = ["--data-order", "megatron"]
     for words, named in (
         ([train, "t: 1 0.5:0.2 a"], ["a@0.5:0.2"]),
-        ([train, "t: 1 0:0.5 a, 1 0.5:1 a"], ["parts of a"]),
+        ([train, "t: 1 0:0.5 a, 1 0.5:1 a", *order], ["parts of a"]),
         ([f"{train}-path", str(two)], ["2 data sets"]),
         ([valid, "a b: 1 0:1 a", "fr: 1 0:1 b"], ["'a b=a'"]),
         ([f"{train}-path", str(empty)], [str(empty)]),

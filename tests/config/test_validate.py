@@ -55,6 +55,18 @@ CASES = """
 --experimental-attention-variant gated_delta_net --qk-clip => gated_delta_net | --qk-clip => --qk-clip -
 --activation-func-clamp-value 7 => --activation-func-clamp-value | gelu => --quick-geglu
 --goldfish-loss --goldfish-h 65 => --goldfish-h 65 | --seq-length 64 => --goldfish-h 64
+--blend-schedule '1K: a' => --blend-schedule | 1,000 => --blend-schedule '0: a'
+--blend-schedule '0: a, 2K: b, 1K: c' => 1K: c | 2,000 => --blend-schedule '0: a, 1K: c, 2K: b'
+--blend-schedule '0: a, 9: ' => 9: => --blend-schedule '0: a, 9: b'
+--blend-schedule '0: 1 a 2, 9: b' => 1 a 2 => --blend-schedule '0: 1 a 2 c, 9: b'
+--blend-schedule '0: a@0:0.5' => a@0.0:0.5 | --split => --valid-data-path a@0.5:1
+--blend-schedule '0: a' --data-order megatron => --blend-schedule | --data-order megatron => --data-order stream
+--blend-schedule '0: a' --dataloader-type cyclic \
+    => --blend-schedule | --dataloader-type cyclic => --dataloader-type single
+--train-data-exact-num-epochs 2 --data-order stream \
+    => --train-data-exact-num-epochs 2 | --data-order stream => --data-order megatron
+--dataloader-type cyclic --data-order stream => cyclic | --data-order stream => --data-order megatron
+--allow-data-changes seed => --allow-data-changes seed | --load => --load x
 --fim-spm-rate 0.3 => --fim-spm-rate 0.3 | --fim-rate => --fim-spm-rate -
 --position-embedding-type rope --mtp-loss-scaling-factor 0.3 \
     => --mtp-loss-scaling-factor 0.3 | --mtp-num-layers => --mtp-num-layers 1
@@ -200,7 +212,7 @@ CASES = """
 --valid-data-path a= => 'a=' => --valid-data-path 1 c/d=e 1 f
 --valid-data-path 1 a=x 1 y => 'y' => --valid-data-path 1 a=x@0:0.5 1 a=y
 --train-data-path a@0.5:0.2 => 'a@0.5:0.2' => --train-data-path a@0.2:0.5
---train-data-path 1 a@0:0.2 1 a => --train-data-path => --train-data-path 1 a@0:0.2 1 b
+--train-data-path 1 a@0:0.2 1 a --data-order megatron => --train-data-path => --train-data-path 1 a@0:0.2 1 b
 --data-path a@0:0.5 => a@0.0:0.5 | --split => --data-path a
 --data-packing best-fit --no-reset-attention-mask \
     => --no-reset-attention-mask | best-fit => --no-reset-attention-mask -
