@@ -67,6 +67,16 @@ class TokenDataset(ABC):
     def __len__(self) -> int:
         """Return the number of samples."""
 
+    @property
+    def first(self) -> int:
+        """Return the first sample of this run, which may have been resumed."""
+        return 0
+
+    @property
+    def available(self) -> int:
+        """Return the number of samples before the end of the data."""
+        return len(self)
+
     @abstractmethod
     def __getitem__(self, index: int, /) -> Int64Array:
         """Return sample `index`, int64 [seq_length + 1]."""
@@ -99,13 +109,15 @@ class SourceDataset(TokenDataset):
 
     It may be part of a blend, and it is the unit whose consumption is counted. `name` is the prefix
     of its files, or another name if it has no files. `description` identifies the index in the
-    cache. `tokens_per_epoch` counts the tokens that are trained on in an epoch.
+    cache. `tokens_per_epoch` counts the tokens that are trained on in an epoch. `waste` is the share
+    of padding in packed samples; None if they are not packed.
     """
 
     name: str
     description: str
     seq_length: int
     tokens_per_epoch: int
+    waste: float | None = None
 
     @property
     def sources(self) -> tuple[SourceDataset, ...]:

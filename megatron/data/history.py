@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -128,17 +128,23 @@ def epochs_before(
     return epochs
 
 
-def named(sources: Sequence[PhaseSource], past: Sequence[Phase]) -> tuple[PhaseSource, ...]:
+def named(
+    sources: Sequence[PhaseSource], past: Sequence[Phase], replaced: Collection[str] = ()
+) -> tuple[PhaseSource, ...]:
     """Return sources with the names and generations of their streams.
 
-    A source that the last past phase with its prefix reads the same sequences of has the name that
-    it had there. Otherwise the name is the prefix, followed by the sequences if several sources have
-    this prefix. Sources that read the same sequences become one, of the sum of their weights.
+    A source has the name that it had in a past phase with the same sequences, or else in the only
+    stream of its prefix. Otherwise the name is the prefix, followed by the sequences if several
+    sources have this prefix. Sources that read the same sequences become one, of the sum of their
+    weights. `replaced` has the prefixes whose files were replaced since.
     """
     former = {
         (each.prefix, each.first, each.stop): each for phase in past for each in phase.sources
     }
     generations = {each.name: each.generation for phase in past for each in phase.sources}
+    names = dict[str, set[str]]()
+    for each in former.values():
+        names.setdefault(each.prefix, set()).add(each.name)
     merged: dict[tuple[str, int, int], PhaseSource] = {}
     for source in sources:
         key = source.prefix, source.first, source.stop
@@ -151,7 +157,10 @@ def named(sources: Sequence[PhaseSource], past: Sequence[Phase]) -> tuple[PhaseS
         name = source.prefix if alone else f"{source.prefix}@{source.first}:{source.stop}"
         if key in former:
             name = former[key].name
-        result.append(replace(source, name=name, generation=generations.get(name, 0)))
+        elif alone and len(names.get(source.prefix, ())) == 1:
+            (name,) = names[source.prefix]
+        generation = generations.get(name, 0) + (name in generations and source.prefix in replaced)
+        result.append(replace(source, name=name, generation=generation))
     return tuple(result)
 
 
@@ -187,9 +196,87 @@ def from_record(record: object) -> Phases:
     return tuple(phases)
 
 
+def is_history(record: object) -> bool:
+    """Return whether this is {split: phases}, as in a checkpoint."""
+    if not isinstance(record, dict):
+        return False
+    try:
+        return all(from_record(phases) for phases in record.values())
+    except ValueError:
+        return False
+
+
 def _source(record: object) -> PhaseSource:
     match record:
         case [float(weight), str(prefix), str(name), int(first), int(stop), int(generation)]:
             if 0 < weight < math.inf and 0 <= first < stop and generation >= 0:
                 return PhaseSource(weight, prefix, name, first, stop, generation)
     raise ValueError(f"{record!r} is not a source")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A difference between two phases, and what follows from it.
+
+    needs  the value of --allow-data-changes that it needs; "": none
+    """
+
+    text: str
+    needs: str = ""
+
+
+def changes(past: Sequence[Phase], now: Phase) -> list[Change]:
+    """Return the differences between the last past phase and the one that continues it."""
+    if not past:
+        return []
+    before = past[-1]
+    latest = {source.name: source for phase in past for source in phase.sources}
+    found = list[Change]()
+    if now.seed != before.seed:
+        text = "epochs that begin from now on are shuffled with the new seed; nothing is repeated or left out"
+        found.append(Change(f"seed {now.seed} (was {before.seed}): {text}", "seed"))
+    for source in now.sources:
+        former = latest.get(source.name)
+        if former is None or source.generation != former.generation:
+            continue
+        if (source.first, source.stop) != (former.first, former.stop):
+            fewer = former.stop - former.first - _common(source, former)
+            more = source.stop - source.first - _common(source, former)
+            found.append(
+                Change(
+                    f"{source.name}: the training data are sequences {source.first} to {source.stop - 1} "
+                    f"(were {former.first} to {former.stop - 1}): {more} others are read from its next "
+                    f"epoch on, and {fewer} no longer; if these are validation or test data now, the "
+                    "model may have been trained on them",
+                    "split",
+                )
+            )
+    for source in now.sources:
+        if source.name in latest and source.generation != latest[source.name].generation:
+            text = "it begins at its beginning; what was read of the former files stays in its epochs"
+            found.append(Change(f"{source.prefix} has other content than before: {text}", "files"))
+    same = {source.name for source in before.sources} & {source.name for source in now.sources}
+    for source in now.sources:
+        if source.name not in latest:
+            found.append(Change(f"{source.name} is added: it begins at its beginning"))
+        elif source.name not in same:
+            found.append(Change(f"{source.name} is added again: it continues where it stopped"))
+    for source in before.sources:
+        if source.name not in same:
+            found.append(Change(f"{source.name} is no longer read"))
+    weights = [
+        {source.name: source.weight for source in phase.sources if source.name in same}
+        for phase in (before, now)
+    ]
+    shown = [f"{name} {weights[1][name]:.6g} (was {old:.6g})" for name, old in weights[0].items()]
+    if weights[0] != weights[1]:
+        found.append(Change(f"weights: {', '.join(shown)}"))
+    if (before.seq_length, before.packing) != (now.seq_length, now.packing):
+        settings = [f"{p.seq_length} tokens, packed by {p.packing}" for p in (now, before)]
+        text = "each source continues where it stopped, in samples of"
+        found.append(Change(f"{text} {settings[0]} (were {settings[1]})"))
+    return found
+
+
+def _common(one: PhaseSource, other: PhaseSource) -> int:
+    return max(0, min(one.stop, other.stop) - max(one.first, other.first))

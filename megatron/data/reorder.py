@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron.data.gpt_dataset import Spans, TokenDataset
-from megatron.data.sampler import SampleOrder
+from megatron.data.order import SampleOrder
 from megatron.parallel.keyed_random import GOLDEN
 
 _BLOCK = 1 << 20  # samples looked up at once

@@ -1,4 +1,4 @@
-"""Order of samples, streams of micro-batches, and the ledger of consumed data.
+"""Streams of micro-batches.
 
 A data-parallel rank reads its micro-batches in the order of the samples.
 """
@@ -6,11 +6,9 @@ A data-parallel rank reads its micro-batches in the order of the samples.
 from __future__ import annotations
 
 import dataclasses
-import math
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +20,7 @@ import torch
 
 from megatron.data.arrays import BoolArray, Int64Array
 from megatron.data.gpt_dataset import TokenDataset
-from megatron.data.permutation import permute
+from megatron.data.order import SampleOrder
 from megatron.errors import DataError
 from megatron.parallel.keyed_random import GOLDEN, scramble
 
@@ -30,121 +28,6 @@ if TYPE_CHECKING:
     from megatron.config.io import DataConfig
     from megatron.data.fill_in_the_middle import FillInTheMiddle
     from megatron.data.tokenizer_adapters import Tokenizer
-
-Range = tuple[int, int]
-Records = Mapping[str, Mapping[str, Any]]  # from Ledger.record
-_BLOCK = 1 << 20  # samples that the ledger looks up at once
-_SHOWN = 6  # sources listed in a line
-
-
-def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
-    """Return the same positions as ascending disjoint ranges [start, stop).
-
-    The returned ranges do not touch, and empty ones are dropped.
-
-    >>> merged([(8, 12), (0, 2), (10, 14), (14, 15)])
-    ((0, 2), (8, 15))
-    """
-    result: list[Range] = []
-    for start, stop in sorted((int(start), int(stop)) for start, stop in ranges):
-        if start >= stop:
-            continue
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(result[-1][1], stop))
-        else:
-            result.append((start, stop))
-    return tuple(result)
-
-
-def around(positions: Int64Array, ranges: Sequence[Range]) -> Int64Array:
-    """Return entries `positions` of the sequence 0, 1, 2, ... without the numbers in `ranges`.
-
-    `ranges` come from `merged`.
-
-    >>> around(np.arange(5), [(1, 2), (4, 6)]).tolist()
-    [0, 2, 3, 6, 7]
-    """
-    starts, stops = np.array(ranges, np.int64).reshape(-1, 2).T
-    # numbers left out before each range, and after the last one
-    missing = np.concatenate(([0], np.cumsum(stops - starts)))
-    # `starts - missing[:-1]` is the position of the first entry after each range.
-    return positions + missing[np.searchsorted(starts - missing[:-1], positions, side="right")]
-
-
-def are_ranges(value: object) -> bool:
-    """Return whether this is a list of [start, stop], as in a checkpoint.
-
-    Both are whole numbers with 0 <= start < stop.
-    """
-    return isinstance(value, list | tuple) and all(
-        isinstance(pair, list | tuple)
-        and len(pair) == 2
-        and all(type(number) is int for number in pair)
-        and 0 <= pair[0] < pair[1]
-        for pair in value
-    )
-
-
-@dataclass(frozen=True)
-class SampleOrder:
-    """The order in which a job consumes a data set.
-
-    It depends only on the number of samples consumed, so that every layout, micro-batch size and
-    number of workers reads the same samples.
-
-    total     number of samples in the data set
-    cyclic    repeat the data set, each epoch in a different order, keyed by its number; otherwise
-              one pass in the original order
-    left_out  ranges of positions to skip, from `merged`. The run needs as many samples as before:
-              at the end of a single pass, the first samples are read again to replace those left
-              out
-    """
-
-    total: int
-    cyclic: bool = False
-    left_out: tuple[Range, ...] = ()
-
-    def check(self, stop: int) -> None:
-        """Raise DataError if the order ends before position `stop`."""
-        if self.cyclic:
-            if not self.total:
-                raise DataError(
-                    "the data set has no samples: give more data, or a shorter --seq-length"
-                )
-        elif stop > self.total:
-            raise DataError(
-                f"the data set has {self.total} samples and the run needs sample {stop - 1}: train "
-                "for fewer samples, or start a new run with the number of samples you want"
-            )
-        elif stop and around(np.zeros(1, np.int64), self.left_out)[0] >= self.total:
-            raise DataError(
-                f"all {self.total} samples of the data set are left out: start a new run with "
-                "other data"
-            )
-
-    def indices(self, positions: Int64Array) -> Int64Array:
-        """Return the samples at these positions; position n is consumed after n others."""
-        samples = around(positions, self.left_out)
-        if not self.cyclic:
-            while self.left_out and (beyond := samples >= self.total).any():
-                samples[beyond] = around(samples[beyond] - self.total, self.left_out)
-            return samples
-        epochs = samples // self.total
-        for epoch in np.unique(epochs).tolist():
-            inside = epochs == epoch
-            samples[inside] = permute(samples[inside] - epoch * self.total, self.total, epoch)
-        return samples
-
-
-def sample_order(
-    dataloader_type: str | None, total: int, left_out: Iterable[Sequence[int]] = ()
-) -> SampleOrder:
-    """Return the order of --dataloader-type (None: single) over `total` samples.
-
-    It skips the positions in the ranges `left_out`.
-    """
-    return SampleOrder(total, dataloader_type == "cyclic", merged(left_out))
-
 
 _READ_ENDS_S = 1.0
 """Longest time to wait for the threads of a closed stream."""
@@ -229,7 +112,7 @@ class MicroBatchStream:
         self._dataset = dataset
         self._share = share
         self._chunk = share.micro_batch_size * share.size
-        self._order = order or SampleOrder(0 if dataset is None else len(dataset))
+        self._order = order or SampleOrder(0 if dataset is None else dataset.available)
         self._separation = separation
         self._device = torch.device(device)
         self._vocab_size = vocab_size
@@ -527,156 +410,3 @@ def _piece_starts(
         opens[row, ends] = True
         filled[row] = ends[-1] if len(ends) else 0
     return opens[:, 1:-1], np.arange(size) < filled
-
-
-# --- ledger
-
-
-@dataclass
-class Consumed:
-    """Counts for one source.
-
-    Only tokens that are trained on are counted, without padding. An epoch is all tokens of the
-    source in this split; `epochs` may be fractional. `left_out` counts the samples that training
-    skipped.
-    """
-
-    samples: int = 0
-    tokens: int = 0
-    epochs: float = 0.0
-    left_out: int = 0
-
-    @property
-    def epoch(self) -> int:
-        """Return the number of the epoch of the last sample, from 1; 0 before the first."""
-        return math.ceil(self.epochs - 1e-9)
-
-
-class Ledger:
-    """Counter of the samples, tokens and epochs consumed from each source.
-
-    A source is identified by its name: for data files, their prefix. The counts depend only on the
-    samples consumed: nothing is counted twice, and a resumed run continues from the counts of its
-    checkpoint, even if the blend has changed.
-
-    `carried` is the record of a checkpoint at `consumed_samples`; without one, earlier samples are
-    counted in the current data set.
-    """
-
-    def __init__(
-        self,
-        dataset: TokenDataset,
-        order: SampleOrder,
-        consumed_samples: int = 0,
-        carried: Records | None = None,
-    ) -> None:
-        self._dataset = dataset
-        self._order = order
-        self.counts = {name: Consumed(**fields) for name, fields in (carried or {}).items()}
-        for source in dataset.sources:
-            self.counts.setdefault(source.name, Consumed())
-        self._carried = {name: dataclasses.replace(count) for name, count in self.counts.items()}
-        self._position = consumed_samples if carried else 0
-        self.advance(consumed_samples)
-
-    def advance(self, consumed_samples: int, *, trained: bool = True) -> list[tuple[str, int]]:
-        """Count up to `consumed_samples`, as left out unless they were trained on.
-
-        Returns (short name, number of the epoch) of each source that began a second or later epoch.
-        """
-        before = {name: max(count.epoch, 1) for name, count in self.counts.items()}
-        while self._position < consumed_samples:
-            stop = min(self._position + _BLOCK, consumed_samples)
-            indices = self._order.indices(np.arange(self._position, stop))
-            for source, samples in self._dataset.by_source(indices):
-                count = self.counts[source.name]
-                if not trained:
-                    count.left_out += len(samples)
-                    continue
-                carried = self._carried[source.name]
-                count.samples += len(samples)
-                count.tokens += source.tokens_in(samples)
-                # Rounded once, however often the run was resumed.
-                exact = carried.epochs == carried.tokens / source.tokens_per_epoch
-                start = Consumed() if exact else carried
-                epochs = (count.tokens - start.tokens) / source.tokens_per_epoch
-                count.epochs = start.epochs + epochs
-            self._position = stop
-        short = short_names(self.counts)
-        return [
-            (short[name], count.epoch)
-            for name, count in self.counts.items()
-            if count.epoch > before[name]
-        ]
-
-    def rolled_back(
-        self,
-        ranges: Iterable[Sequence[int]],
-        consumed_samples: int,
-        carried: Records,
-        positions: range,
-    ) -> Ledger:
-        """Return the ledger of a run that rolled back to the checkpoint at `consumed_samples`.
-
-        The checkpoint has the record `carried`. The run leaves out all `ranges` from now on; the
-        samples at `positions` of its previous order are counted as newly left out.
-        """
-        order = dataclasses.replace(self._order, left_out=merged(ranges))
-        back = Ledger(self._dataset, order, consumed_samples, carried)
-        for name, count in self.counts.items():
-            back.counts.setdefault(name, Consumed()).left_out = count.left_out
-        left_out = self._order.indices(np.array(positions, np.int64))
-        for source, samples in self._dataset.by_source(left_out):
-            back.counts[source.name].left_out += len(samples)
-        return back
-
-    def record(self) -> dict[str, dict[str, Any]]:
-        """Return {source: {samples, tokens, epochs}} for the checkpoint and the metrics file.
-
-        Sources of which samples were left out also have left_out.
-        """
-        records = {name: dataclasses.asdict(count) for name, count in self.counts.items()}
-        for record in records.values():
-            if not record["left_out"]:
-                del record["left_out"]
-        return records
-
-    def by_short_name(self) -> dict[str, dict[str, Any]]:
-        """Return the record, with the short names of the sources."""
-        short = short_names(self.counts)
-        return {short[name]: record for name, record in self.record().items()}
-
-    def line(self) -> str:
-        """Return a log line with all tokens consumed, and the epochs of each source.
-
-        The sources with the most epochs are listed, in descending order; for the others, the line
-        has only how many they are and the range of their epochs.
-        """
-        epochs_of = {name: record["epochs"] for name, record in self.by_short_name().items()}
-        listed = sorted(epochs_of.items(), key=lambda item: -item[1])
-        texts = [f"{name} {epochs:.3f}" for name, epochs in listed[:_SHOWN]]
-        rest = [epochs for _, epochs in listed[_SHOWN:]]
-        if rest:
-            texts.append(f"{len(rest)} more {rest[-1]:.3f} to {rest[0]:.3f}")
-        tokens = sum(count.tokens for count in self.counts.values())
-        left_out = sum(count.left_out for count in self.counts.values())
-        end = f"; {left_out} samples left out" if left_out else ""
-        return f" data: {tokens} tokens, epochs of each source: {', '.join(texts)}{end}"
-
-
-def is_consumed(record: object) -> bool:
-    """Return whether this is a record of one source, as `Ledger.record` writes it."""
-    names = {field.name for field in dataclasses.fields(Consumed)}
-    return (
-        isinstance(record, dict)
-        and record.keys() | {"left_out"} == names
-        and all(
-            isinstance(value, int | float) and 0 <= value < math.inf for value in record.values()
-        )
-    )
-
-
-def short_names(prefixes: Iterable[str]) -> dict[str, str]:
-    """Return {prefix: its base name}, or {prefix: prefix} if two have the same base name."""
-    names = {prefix: os.path.basename(prefix) for prefix in prefixes}
-    return names if len(set(names.values())) == len(names) else {prefix: prefix for prefix in names}

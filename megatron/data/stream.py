@@ -36,6 +36,8 @@ from megatron.data.history import (
 )
 from megatron.data.indexed_dataset import IndexedDataset, SequenceSlices
 
+ENDLESS = 1 << 62  # samples
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -104,8 +106,7 @@ class SourceStream(SlicedDataset):
         return self._cut(len(self._starts) - 1).tokens_per_epoch
 
     @property
-    def waste(self) -> float | None:
-        """Return the share of padding of packed samples; None if they are not packed."""
+    def waste(self) -> float | None:  # type: ignore[override]
         cut = self._cut(len(self._starts) - 1)
         return cut.whole.waste if isinstance(cut, PackedCut) else None
 
@@ -210,7 +211,8 @@ class StreamDataset(TokenDataset):
 
     phases     those of the past included; their sources are opened only when they are read
     start      position at which the run began or resumed
-    size       number of samples that the run is planned to read; there is no last one
+    size       number of samples that the run is planned to read
+    ends       whether the data end there; otherwise they have no end
     schedule   the phases of the settings, for a run that goes back to an earlier position
     """
 
@@ -221,9 +223,12 @@ class StreamDataset(TokenDataset):
         size: int,
         opening: Opening,
         schedule: Sequence[Scheduled] = (),
+        *,
+        ends: bool = False,
     ) -> None:
         self.phases = phases
-        self.start = start
+        self._first = start
+        self._ends = ends
         self._size = size
         self._schedule = schedule
         self._opening = opening
@@ -253,7 +258,7 @@ class StreamDataset(TokenDataset):
             dict.fromkeys(
                 source.stream
                 for phase, stop in zip(phases, [*self._starts[1:], None], strict=True)
-                if stop is None or stop > start
+                if stop is None or stop > self._first
                 for source in phase.sources
             )
         )
@@ -269,7 +274,9 @@ class StreamDataset(TokenDataset):
         return self._streams[stream]
 
     def _prepare(self, stream: tuple[str, int]) -> None:
-        first, stop = (self.taken(position)[stream] for position in (self.start, len(self)))
+        first, stop = (
+            self.taken(position)[stream] for position in (self._first, max(self._first, len(self)))
+        )
         self._stream(stream).prepare(first, stop)
 
     def taken(self, position: int) -> dict[tuple[str, int], int]:
@@ -280,10 +287,13 @@ class StreamDataset(TokenDataset):
                 taken[stream] += count
         return taken
 
-    def resumed(self, past: Phases, position: int) -> StreamDataset:
-        """Return the data set of a run that goes back to a position, with the phases before it."""
-        phases = continued(past, position, self._schedule)
-        return StreamDataset(phases, position, self._size, self._opening, self._schedule)
+    def go_back(self, past: Phases, position: int) -> None:
+        """Continue from an earlier position, with the phases before it."""
+        if position < self._first:
+            phases = continued(past, position, self._schedule)
+            vars(self).update(
+                vars(StreamDataset(phases, position, self._size, self._opening, self._schedule))
+            )
 
     def begun(self, position: int) -> Phases:
         """Return the phases that have begun before a position."""
@@ -304,6 +314,14 @@ class StreamDataset(TokenDataset):
 
     def __len__(self) -> int:
         return self._size
+
+    @property
+    def first(self) -> int:
+        return self._first
+
+    @property
+    def available(self) -> int:
+        return self._size if self._ends else ENDLESS
 
     def find(self, index: int) -> tuple[SourceStream, int]:
         """Return the stream of a sample, and the sample's number in it."""

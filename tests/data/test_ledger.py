@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.ledger import Consumed, Ledger, is_consumed
+from megatron.data.order import SampleOrder, sample_order
 from megatron.data.packed_dataset import PackedDataset
-from megatron.data.sampler import Consumed, Ledger, SampleOrder, is_consumed, sample_order
 from tests.data.implementations import request_for
 from tests.helpers.indexed import write_documents
 

@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 
 from megatron.data import sampler
 from megatron.data.gpt_dataset import MockDataset
+from megatron.data.order import are_ranges, around, merged, sample_order
 from megatron.data.permutation import permute
-from megatron.data.sampler import (
-    MicroBatchStream,
-    Separation,
-    Share,
-    are_ranges,
-    around,
-    merged,
-    sample_order,
-)
+from megatron.data.sampler import MicroBatchStream, Separation, Share
 from megatron.errors import DataError
 from tests.helpers.examples import examples
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.data.sampler import Ledger, sample_order
+from megatron.data.history import to_record
+from megatron.data.ledger import Ledger
+from megatron.data.order import sample_order
+from megatron.data.stream import StreamDataset
 from megatron.errors import TrainingError
 from megatron.protocols import Callback
 from megatron.training.report import events
@@ -113,6 +116,12 @@ class DataLedger(Callback):
 
     def before_save(self, run: Run) -> None:
         run.progress.sources = self._ledger.record()
+        splits = {"train": run.datasets.train, "valid": run.datasets.valid}
+        run.progress.history = {
+            name: to_record(dataset.begun(run.progress.position(name)))
+            for name, dataset in splits.items()
+            if isinstance(dataset, StreamDataset)
+        }
 
     def after_save(self, run: Run) -> None:
         progress = run.progress
@@ -130,6 +139,9 @@ class DataLedger(Callback):
 
     def on_rollback(self, run: Run, samples: range) -> None:
         progress = run.progress
+        train = run.datasets.train
+        if isinstance(train, StreamDataset):
+            train.go_back(progress.past(), progress.position())
         self._ledger = self._ledger.rolled_back(
             progress.left_out, progress.consumed_samples, progress.sources, samples
         )
@@ -220,7 +232,7 @@ def build_callbacks(
     if config.training.eval_iters:
         yield Losses()
     if train is not None and not config.training.skip_train:
-        order = sample_order(config.data.dataloader_type, len(train), progress.left_out)
+        order = sample_order(config.data.dataloader_type, train.available, progress.left_out)
         ledger = Ledger(train, order, progress.consumed_samples, progress.sources)
         yield DataLedger(ledger, progress.iteration)
     yield TimeLeft(costs)

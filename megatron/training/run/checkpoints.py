@@ -16,7 +16,9 @@ from megatron.checkpoint.find import CheckpointChoice, find, read_tracker, requi
 from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.config import Config
 from megatron.config.io import hugging_face_folder, is_same_folder
-from megatron.data.sampler import are_ranges, is_consumed
+from megatron.data.history import is_history
+from megatron.data.ledger import is_consumed
+from megatron.data.order import are_ranges
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
 from megatron.parallel.topology import Topology
@@ -370,7 +372,7 @@ def load_checkpoint(
 
 def progress_from(state: Record, folder: Path) -> Progress:
     """Return a run's saved counters. Raises CheckpointError if they are missing or damaged."""
-    lists = ("sources", "left_out", "recent_losses")  # older checkpoints have none
+    lists = ("sources", "left_out", "history", "recent_losses")  # older checkpoints have none
     names = {field.name for field in dataclasses.fields(Progress)} - set(lists)
     missing = sorted(name for name in names if not is_count(state.get(name)))
     if missing:
@@ -380,21 +382,24 @@ def progress_from(state: Record, folder: Path) -> Progress:
         )
     sources = state.get("sources", {})
     left_out = state.get("left_out", [])
+    history = state.get("history", {})
     losses = state.get("recent_losses", [])
     if not (
         isinstance(sources, dict)
         and all(is_consumed(record) for record in sources.values())
         and are_ranges(left_out)
+        and is_history(history)
         and isinstance(losses, list)
         and all(isinstance(loss, float) for loss in losses)
     ):
         raise CheckpointError(
-            f"{folder} has a damaged list of data sources, left-out samples or losses: load "
+            f"{folder} has a damaged list of data sources, left-out samples, phases of the data or losses: load "
             "another checkpoint with --load-tag"
         )
     return Progress(
         **{name: state[name] for name in names},
         sources=sources,
         left_out=left_out,
+        history=history,
         recent_losses=losses,
     )

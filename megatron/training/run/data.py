@@ -26,7 +26,8 @@ from megatron.data.file_lock import flush_to_disk, temporary_name
 from megatron.data.fill_in_the_middle import FillInTheMiddle
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.indexed_dataset import data_files
-from megatron.data.sampler import MicroBatchStream, Separation, Share, sample_order
+from megatron.data.order import sample_order
+from megatron.data.sampler import MicroBatchStream, Separation, Share
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import DataError, LaunchError
 from megatron.parallel.topology import Topology
@@ -84,7 +85,7 @@ def open_stream(
         dataset,
         Share(config.batch.micro_batch_size, topology.replica, topology.layout.replicas),
         consumed_samples,
-        order=sample_order(kind, 0 if dataset is None else len(dataset), left_out),
+        order=sample_order(kind, 0 if dataset is None else dataset.available, left_out),
         separation=Separation.of(data, tokenizer, iteration is not None),
         device=topology.device,
         num_workers=data.num_workers,

@@ -15,25 +15,30 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.files import CONFIG, PROVENANCE, read_manifest
+from megatron.checkpoint.files import CONFIG, PROVENANCE, STATE, read_manifest
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
 from megatron.config.io import BlendSource
 from megatron.config.option import options_of
 from megatron.config.settings import SECTIONS
 from megatron.data.datasets import (
+    ContinuedData,
     SplitPlan,
     build_datasets,
     data_prefixes,
     plan_splits,
 )
 from megatron.data.gpt_dataset import MOCK, TokenDataset
+from megatron.data.history import changes
+from megatron.data.ledger import short_names
+from megatron.data.order import sample_order
 from megatron.data.reorder import Ordered, reordered
-from megatron.data.sampler import sample_order, short_names
+from megatron.data.stream import StreamDataset
 from megatron.errors import CheckpointError, ConfigError, DataError, MegatronError
 from megatron.kernels import choose
 from megatron.training.report.reporter import Reporter
 from megatron.training.report.trackers import Say
+from megatron.training.run.checkpoints import progress_from
 from megatron.training.run.provenance import data_identity, order_record
 from megatron.training.run.schedules import (
     SCHEDULE,
@@ -68,12 +73,14 @@ class Stored:
     values      as stored, by name
     config      the same as a Config; settings that the checkpoint lacks come from this run
     provenance  the provenance in the checkpoint; empty if it has none
+    progress    the progress of the run; that of a new run if this one begins with the weights only
     """
 
     folder: Path
     values: Mapping[str, object]
     config: Config
     provenance: Mapping[str, object]
+    progress: Progress
 
 
 def stored_settings(folder: Path, config: Config) -> Stored:
@@ -94,7 +101,56 @@ def stored_settings(folder: Path, config: Config) -> Stored:
         values |= saved if isinstance(saved, dict) else {}
         sections[name] = replace(getattr(config, name), **dict(_accepted(section, values, folder)))
     provenance = manifest.read_json(PROVENANCE) if PROVENANCE in manifest.files else {}
-    return Stored(folder, values, replace(config, **sections), provenance)
+    former = replace(config, **sections)
+    dense = former.model.num_experts is None and config.model.moe_use_upcycling
+    progress = Progress()
+    if not (config.checkpoint.finetune or config.checkpoint.reset_iteration or dense):
+        progress = progress_from(manifest.read_json(STATE).get("state", {}), folder)
+    return Stored(folder, values, former, provenance, progress)
+
+
+def with_data_order(config: Config, stored: Stored | None) -> Config:
+    """Return `config` with the order of the data in which the checkpoint's run began.
+
+    Raises ConfigError if the flags ask for the other one, or for a schedule of blends in Megatron's.
+    """
+    if stored is None or not stored.progress.consumed_samples or not data_prefixes(config):
+        return config
+    order = "stream" if stored.progress.history else "megatron"
+    explicit = not config.origin("data_order").startswith("derived")
+    if order == config.data.data_order:
+        return config
+    if explicit or config.data.blend_schedule or order == "stream":
+        flag = "--blend-schedule" if config.data.blend_schedule else f"--data-order {config.data.data_order}"
+        raise ConfigError(
+            f"{flag}: the run of {stored.folder} reads its data in the order {order!r}, and would "
+            "repeat and skip data in another one: leave the flag out, or begin a new run with "
+            "--finetune"
+        )
+    return config.replace(data_order=order)
+
+
+def continued_data(config: Config, stored: Stored | None) -> ContinuedData:
+    """Return where the run's data continue. Reads the ends of the data files."""
+    if stored is None or not stored.progress.history:
+        return ContinuedData()
+    progress = stored.progress
+    files = _FormerFiles(stored, config)
+    past = {
+        split: tuple(
+            replace(
+                phase,
+                sources=tuple(
+                    replace(source, prefix=files.moved.get(source.prefix, source.prefix))
+                    for source in phase.sources
+                ),
+            )
+            for phase in progress.past(split)
+        )
+        for split in progress.history
+    }
+    positions = {split: progress.position(split) for split in progress.history}
+    return ContinuedData(past, positions, frozenset(files.changed))
 
 
 def _accepted(
@@ -311,6 +367,13 @@ def describe_data(
     `progress.consumed_samples` to `end`. Raises CheckpointError if the checkpoint's settings do not
     determine the length of its run.
     """
+    if isinstance(dataset, StreamDataset):
+        position = progress.position()
+        past = dataset.begun(position)
+        now = [phase for phase in dataset.phases if phase.start <= position][-1]
+        for change in changes(past, now) if now.start == position else ():
+            say(f"note: data: {change.text}")
+        return
     former = _FormerData(stored, config)
     changes = former.changes(train_samples)
     if not changes:
@@ -347,8 +410,32 @@ def describe_data(
     )
 
 
+class _FormerFiles:
+    """The data files of a checkpoint's run, compared with those of the same names now.
+
+    changed  prefixes of files whose content has changed since
+    moved    {former prefix: prefix} of the same files under another name
+    """
+
+    def __init__(self, stored: Stored, config: Config) -> None:
+        listed = stored.provenance.get("data")
+        now = {prefix: data_identity(prefix) for prefix in data_prefixes(config)}
+        then = {
+            one["prefix"]: one
+            for one in (listed if isinstance(listed, list) else ())
+            if isinstance(one, dict) and isinstance(one.get("prefix"), str) and "reason" not in one
+        }
+        self.changed = {name for name in now.keys() & then if not _same(now[name], then[name])}
+        self.moved = {
+            old: new
+            for old in then.keys() - now
+            for new in now.keys() - then
+            if _same(now[new], then[old])
+        }
+
+
 class _FormerData:
-    """The training data of a checkpoint's run.
+    """The training data of a checkpoint's run in Megatron's order.
 
     changed_sources   names of the sources whose content has changed since
     """
@@ -356,25 +443,12 @@ class _FormerData:
     def __init__(self, stored: Stored, config: Config) -> None:
         self._stored = stored
         self._config = config
-        record, listed = (stored.provenance.get(name) for name in ("order", "data"))
+        record = stored.provenance.get("order")
         self._record: dict[str, object] = record if isinstance(record, dict) else {}
         self._custom = config.pieces.datasets is not None
-        now = {prefix: data_identity(prefix) for prefix in data_prefixes(config)}
-        then = {
-            one["prefix"]: one
-            for one in (listed if isinstance(listed, list) else ())
-            if isinstance(one, dict) and isinstance(one.get("prefix"), str) and "reason" not in one
-        }
-        self.changed_sources = {
-            name for name in now.keys() & then if not _same(now[name], then[name])
-        }
-        # the same files under another name
-        self._moved = {
-            old: new
-            for old in then.keys() - now
-            for new in now.keys() - then
-            if _same(now[new], then[old])
-        }
+        files = _FormerFiles(stored, config)
+        self.changed_sources = files.changed
+        self._moved = files.moved
         former = stored.config
         if config.data.mock_data and (former.model.vocab_size, former.training.seed) != (
             config.model.vocab_size,
@@ -419,7 +493,12 @@ class _FormerData:
             raise DataError("the data set is your own")
         former = self._stored.config
         here = self._config.data
-        data = replace(former.data, data_cache_path=here.data_cache_path, loss_mask=here.loss_mask)
+        data = replace(
+            former.data,
+            data_cache_path=here.data_cache_path,
+            loss_mask=here.loss_mask,
+            data_order="megatron",
+        )
         blend = self._record.get("blend")
         plan = None
         if isinstance(blend, list) and data.data_file_list:

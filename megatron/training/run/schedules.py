@@ -39,6 +39,8 @@ from typing import TYPE_CHECKING
 from megatron.config.duration import show_duration
 from megatron.config.option import MOST_SAMPLES
 from megatron.config.phases import PHASED, parse_batch_sizes, parse_curriculum, parse_phases
+from megatron.data.history import Phases, from_record
+from megatron.data.order import SampleOrder, merged
 from megatron.engine.optimizer_state import StepValues
 from megatron.errors import ConfigError
 from megatron.model.formulas import ModelSizes
@@ -180,6 +182,8 @@ class Progress:
                               megatron.data.sampler; updated when a checkpoint is loaded or written
     left_out                  ranges [start, stop) of positions in the order of samples that are
                               left out after loss spikes; not included in consumed samples
+    history                   {split: phases that have begun} of training and validation data, as
+                              records of megatron.data.history; empty with --data-order megatron
     recent_losses             losses of the latest steps, oldest first, for --loss-spike-factor
     """
 
@@ -193,7 +197,18 @@ class Progress:
     scheduled_tokens: int = 0
     sources: dict[str, dict[str, object]] = field(default_factory=dict)
     left_out: list[list[int]] = field(default_factory=list)
+    history: dict[str, list[dict[str, object]]] = field(default_factory=dict)
     recent_losses: list[float] = field(default_factory=list)
+
+    def position(self, split: str = "train") -> int:
+        """Return the position of the next sample of training or validation data."""
+        if split == "valid":
+            return self.consumed_valid_samples
+        return SampleOrder(0, left_out=merged(self.left_out)).position(self.consumed_samples)
+
+    def past(self, split: str = "train") -> Phases:
+        """Return the phases of the data that have begun. Raises ValueError if they are damaged."""
+        return from_record(self.history.get(split, []))
 
     def advance(self, samples: int, seq_length: int, iterations: int = 1) -> None:
         """Count steps over `samples` sequences; `count` records later whether one was skipped."""

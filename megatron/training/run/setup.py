@@ -25,7 +25,7 @@ from megatron.config.duration import duration_s
 from megatron.config.help_text import differences
 from megatron.config.io import hugging_face_folder, is_same_folder
 from megatron.config.settings_file import render_settings, write_settings
-from megatron.data.datasets import Datasets, Reading, build_datasets
+from megatron.data.datasets import ContinuedData, Datasets, Reading, build_datasets
 from megatron.data.file_lock import FolderClaim
 from megatron.data.fill_in_the_middle import FillInTheMiddle
 from megatron.data.tokenizer import LimitedTokenizer, Tokenizer, build_tokenizer
@@ -246,7 +246,7 @@ def assemble(
     check_save_folder(config, topology, reporter)
     checkpoint = checkpoint_to_load(config, topology, reporter)
     stored = None if checkpoint is None else stored_settings(checkpoint, config)
-    settings = with_checkpoint_settings(config, stored, reporter)
+    settings = with_data_order(with_checkpoint_settings(config, stored, reporter), stored)
     config, tokenizer = with_tokenizer(settings)
     if config.model.trains_in_part:
         check_patterns(config)
@@ -258,7 +258,10 @@ def assemble(
     check_kernels(config, topology)
     batches = BatchSchedule.from_config(config)
     tasks = read_tasks(config.training.eval_tasks or (), tokenizer, context_of(config))
-    datasets, samples, build = build_data(config, topology, tokenizer, batches, reporter)
+    continued = decided_by_first(topology, partial(continued_data, config, stored))
+    datasets, samples, build = build_data(
+        config, topology, tokenizer, batches, reporter, continued
+    )
     chunks, engine = build_model(config, sizes, topology, reporter)
     with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):
         progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
@@ -349,10 +352,11 @@ def build_data(
     tokenizer: Tokenizer | None,
     batches: BatchSchedule,
     reporter: Reporter,
+    continued: ContinuedData = ContinuedData(),
 ) -> tuple[Datasets, tuple[int, int, int], Callable[[int, int, int], Datasets]]:
     """Return the data sets, how many samples of each may be read, and a function to build others.
 
-    The function takes numbers of samples. With --dataloader-type cyclic any sample may be read: the
+    `continued` says where they continue in a resumed run. The function takes numbers of samples. With --dataloader-type cyclic any sample may be read: the
     numbers returned are then sys.maxsize.
     """
     samples = planned_samples(config, batches)
@@ -363,7 +367,7 @@ def build_data(
             staged = staged_locations(config, topology, reporter.say)
     pad_id = tokenizer.eod if tokenizer is not None else 0
     reading = Reading(staged, pad_id, verify=topology.rank == 0)
-    build = partial(build_datasets, config, reading=reading)
+    build = partial(build_datasets, config, reading=reading, continued=continued)
     check = partial(report_data, config, tokenizer, samples[0], staged, reporter.say)
     build_in_turn = first_builds(config, topology, build, reporter.say, check=check)
     with reporter.console.doing("index of the data"):

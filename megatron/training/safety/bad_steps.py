@@ -24,7 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.checkpoint.find import CheckpointChoice, find
 from megatron.checkpoint.shared_errors import decided_by_first
-from megatron.data.sampler import MicroBatch, around, merged
+from megatron.data.order import around, merged
+from megatron.data.sampler import MicroBatch
 from megatron.engine.engine import StepResult
 from megatron.errors import TrainingError
 from megatron.parallel import collectives

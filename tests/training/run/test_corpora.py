@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from megatron.data.datasets import build_datasets
-from megatron.data.sampler import make_micro_batch, sample_order
+from megatron.data.order import sample_order
+from megatron.data.sampler import make_micro_batch
 from tests.helpers.indexed import write_documents
 from tests.helpers.processes import run_processes
 from tests.helpers.tiny import one_stage, records, run, tiny, values

@@ -10,7 +10,8 @@ import pytest
 from megatron.checkpoint.files import write_manifest
 from megatron.checkpoint.settings import plain
 from megatron.data.datasets import build_datasets
-from megatron.data.sampler import Ledger, SampleOrder, sample_order
+from megatron.data.ledger import Ledger
+from megatron.data.order import SampleOrder, sample_order
 from megatron.training.run.provenance import Provenance
 from megatron.training.run.resume import describe_data, stored_settings
 from megatron.training.run.schedules import BatchSchedule, Progress, planned_samples
