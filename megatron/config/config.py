@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.config import attention
 from megatron.config.deepspeed_json import merge_deepspeed_json
+from megatron.config.io import parse_blend_schedule
 from megatron.config.model import EVEN_CHOICES, GATES, ModelConfig
 from megatron.config.option import pairs
 from megatron.config.parallel import SIZES, V_SHAPED, layout_counts
@@ -322,6 +323,14 @@ def resolve(s: Settings) -> None:
             s.ignore(name, "--mock-data has no documents")
     of_megatron = v["train_data_exact_num_epochs"] or v["dataloader_type"] == "cyclic"
     s.fill("data_order", "megatron" if of_megatron else "stream", "derived")
+    if s.usable("blend_schedule") and parse_blend_schedule(v["blend_schedule"])[0][0] == 0:
+        for name in ("data_path", "data_file_list", "train_data_path"):
+            if v[name]:
+                use = "not used" if name == "train_data_path" else "for validation and test only"
+                s.notices.append(
+                    f"the weights of {all_options()[name].flag} are {use}: --blend-schedule begins at "
+                    "0 tokens"
+                )
     if v["data_packing"] == "best-fit" and v["mock_data"]:
         s.ignore("data_packing", "--mock-data has no documents to pack")
     elif v["data_packing"] == "best-fit":

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.config.io import Blend, BlendSource, normalised, parse_blend
+from megatron.config.io import (
+    Blend,
+    BlendSource,
+    normalised,
+    parse_blend,
+    parse_blend_schedule,
+)
 from megatron.data.gpt_dataset import (
     BlendedDataset,
     GPTDataset,
@@ -22,6 +29,7 @@ from megatron.data.gpt_dataset import (
     TokenDataset,
     UserDataset,
 )
+from megatron.data.history import Phase, PhaseSource, Scheduled, named
 from megatron.data.indexed_dataset import IndexedDataset, build_blend_index, data_files
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.tokenizer_record import check_tokenizer
@@ -60,10 +68,18 @@ class SplitPlan:
 
     blend   the data sets and their weights
     split   value of --split; UNSPLIT: the split takes each data set, or the part that the blend has
+    later   (tokens, blend) of each blend that replaces the one before after this many tokens of
+            training (--blend-schedule)
     """
 
     blend: Blend
     split: str
+    later: tuple[tuple[int, Blend], ...] = ()
+
+    @property
+    def schedule(self) -> tuple[tuple[int, Blend], ...]:
+        """Return all blends, with the number of tokens from which on each holds."""
+        return ((0, self.blend), *self.later)
 
     def bounds(self, source: BlendSource, index: int, size: int) -> tuple[int, int]:
         """Return the sequences of split `index`, out of `size`, as (first, past the last)."""
@@ -160,26 +176,72 @@ def samples_of_component(num_samples: int, weight: float) -> int:
 def plan_splits(data: DataConfig) -> list[SplitPlan | None]:
     """Return the data that the flags give for each split; None if they give none.
 
-    The splits are training, validation and test. Raises ConfigError if no split has data, and the
-    errors of `read_data_file_list`.
+    The splits are training, validation and test. Raises ConfigError if no split has data, and for a
+    name in --blend-schedule that several sources have, and the errors of `read_data_file_list`.
     """
+    paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    blends: list[Blend | None] = [
+        parse_blend(words, named=name == "valid") if words else None
+        for name, words in zip(SPLIT_NAMES, paths, strict=True)
+    ]
     if data.data_path or data.data_file_list:
         blend = (
             parse_blend(data.data_path)
             if data.data_path
             else read_data_file_list(str(data.data_file_list))
         )
-        return [SplitPlan(blend, data.split)] * len(SPLIT_NAMES)
-    if not (data.train_data_path or data.valid_data_path or data.test_data_path):
+        blends = [blend] * len(SPLIT_NAMES)
+    later: tuple[tuple[int, Blend], ...] = ()
+    if data.blend_schedule:
+        later = _with_prefixes(parse_blend_schedule(data.blend_schedule), blends[0] or ())
+        if later[0][0] == 0:
+            (_, first), *rest = later
+            unnamed = data.uses_split and blends[0] is None
+            blends = [first] * len(SPLIT_NAMES) if unnamed else [first, *blends[1:]]
+            later = tuple(rest)
+    if not any(blends):
         raise ConfigError(
             "no data: give --data-path (or --train-data-path, --data-file-list), or --mock-data "
             "for generated data"
         )
-    blends = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    split = data.split if data.uses_split else UNSPLIT
     return [
-        SplitPlan(parse_blend(paths, named=split == "valid"), UNSPLIT) if paths else None
-        for split, paths in zip(SPLIT_NAMES, blends, strict=True)
+        SplitPlan(blend, split, later if name == "train" else ()) if blend else None
+        for name, blend in zip(SPLIT_NAMES, blends, strict=True)
     ]
+
+
+def _with_prefixes(
+    schedule: Iterable[tuple[int, Blend]], known: Blend
+) -> tuple[tuple[int, Blend], ...]:
+    """Return a schedule of blends with the prefixes of the `known` sources that it names.
+
+    The name of a source is its prefix, or this without its folder, also without the ending that
+    tools/preprocess_data.py adds; other names are prefixes. A source without a part has that of the
+    known one. Raises ConfigError for a name that several sources have.
+    """
+
+    def names(prefix: str) -> set[str]:
+        base = os.path.basename(prefix)
+        return {base, base.removesuffix("_text_document")}
+
+    def resolved(source: BlendSource) -> BlendSource:
+        name = source.prefix
+        meant = [s for s in known if s.prefix == name] or [
+            s for s in known if name in names(s.prefix)
+        ]
+        if source.documents:
+            meant = [replace(each, start=source.start, end=source.end) for each in meant]
+        meant = list(dict.fromkeys(replace(each, weight=source.weight) for each in meant))
+        if len(meant) > 1:
+            words = [f"{each.prefix}@{each.documents or '0:1'}" for each in meant]
+            raise ConfigError(
+                f"--blend-schedule: {name!r} could be each of {', '.join(words)}: write the one that "
+                "you mean in this way"
+            )
+        return meant[0] if meant else source
+
+    return tuple((tokens, tuple(map(resolved, blend))) for tokens, blend in schedule)
 
 
 def data_prefixes(config: Config) -> list[str]:
@@ -190,7 +252,52 @@ def data_prefixes(config: Config) -> list[str]:
     if config.data.mock_data or config.pieces.datasets is not None:
         return []
     plans = [plan for plan in plan_splits(config.data) if plan is not None]
-    return list(dict.fromkeys(source.prefix for plan in plans for source in plan.blend))
+    blends = [blend for plan in plans for _, blend in plan.schedule]
+    return list(dict.fromkeys(source.prefix for blend in blends for source in blend))
+
+
+def scheduled_phases(
+    config: Config,
+    plan: SplitPlan,
+    opened: Callable[[str], IndexedDataset],
+    index: int,
+    past: Sequence[Phase],
+) -> list[Scheduled]:
+    """Return the phases of split number `index` (train, valid, test); [] if it has no data.
+
+    A source of which the split has no tokens is omitted, and the weights of the others grow in
+    proportion. Sources that the `past` phases of the run read keep their names. Raises DataError if
+    only some phases have data.
+    """
+    scheduled = list[Scheduled]()
+    for tokens, blend in plan.schedule:
+        sources = []
+        for source in blend:
+            indexed = opened(source.prefix)
+            bounds = plan.bounds(source, index, len(indexed))
+            if indexed.tokens_between(*bounds):
+                sources.append(PhaseSource(source.weight, source.prefix, source.prefix, *bounds))
+        total = sum(source.weight for source in sources)
+        phase = Phase(
+            start=0,
+            seq_length=config.model.seq_length,
+            packing=config.data.data_packing,
+            seed=config.training.seed,
+            sources=named(
+                [replace(source, weight=source.weight / total) for source in sources],
+                [*past, *(each.phase for each in scheduled)],
+            ),
+        )
+        scheduled.append(Scheduled(tokens, phase))
+    empty = [each.tokens for each in scheduled if not each.phase.sources]
+    if len(empty) == len(scheduled):
+        return []
+    if empty:
+        raise DataError(
+            f"there is no training data from {empty[0]:,} tokens on: change --split {plan.split!r} or "
+            "--blend-schedule"
+        )
+    return scheduled
 
 
 def open_data(prefix: str, data: DataConfig, location: str | None = None) -> IndexedDataset:
