@@ -278,6 +278,11 @@ class Cut(ABC):
     def tokens_per_epoch(self) -> int:
         """Return the number of tokens that an epoch trains on."""
 
+    @property
+    @abstractmethod
+    def samples_per_epoch(self) -> int:
+        """Return the number of samples that do not reach into another epoch."""
+
     @abstractmethod
     def slices(self, number: int) -> tuple[SequenceSlices, Int64Array | None]:
         """Return the pieces of a sample, and the tokens that are no labels, if there are any."""
@@ -327,6 +332,10 @@ class ConcatCut(Cut):
     @cached_property
     def tokens_per_epoch(self) -> int:
         return self.source.indexed.tokens_between(self.key.first, self.key.stop)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return (self.tokens_per_epoch - 1) // self.seq_length
 
     def _part(self, at: int) -> tuple[int, int, EpochKey | None, int]:
         """Return the part of the line with token `at`: begin, end, epoch, its first token.
@@ -477,6 +486,10 @@ class PackedCut(Cut):
     @property
     def tokens_per_epoch(self) -> int:
         return self.whole.predictions
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return len(self.whole)
 
     @cached_property
     def _first(self) -> Packing:

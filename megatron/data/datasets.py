@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -29,9 +30,18 @@ from megatron.data.gpt_dataset import (
     TokenDataset,
     UserDataset,
 )
-from megatron.data.history import Phase, PhaseSource, Scheduled, named
+from megatron.data.history import (
+    Phase,
+    Phases,
+    PhaseSource,
+    Scheduled,
+    changes,
+    continued_phases,
+    named,
+)
 from megatron.data.indexed_dataset import IndexedDataset, build_blend_index, data_files
 from megatron.data.packed_dataset import PackedDataset
+from megatron.data.stream import Opening, StreamDataset
 from megatron.data.tokenizer_record import check_tokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.untrusted import read_text
@@ -60,6 +70,20 @@ class Datasets:
     valid: TokenDataset | None = None
     test: TokenDataset | None = None
     corpora: Mapping[str, TokenDataset] = field(default_factory=dict, kw_only=True)
+
+
+@dataclass(frozen=True)
+class ContinuedData:
+    """Where the streams of a resumed run continue.
+
+    past       {split: phases that have begun}
+    positions  {split: position of the next sample}
+    replaced   prefixes of files that have other content than before
+    """
+
+    past: Mapping[str, Phases] = field(default_factory=dict)
+    positions: Mapping[str, int] = field(default_factory=dict)
+    replaced: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -262,6 +286,7 @@ def scheduled_phases(
     opened: Callable[[str], IndexedDataset],
     index: int,
     past: Sequence[Phase],
+    replaced: Collection[str] = (),
 ) -> list[Scheduled]:
     """Return the phases of split number `index` (train, valid, test); [] if it has no data.
 
@@ -286,6 +311,7 @@ def scheduled_phases(
             sources=named(
                 [replace(source, weight=source.weight / total) for source in sources],
                 [*past, *(each.phase for each in scheduled)],
+                replaced,
             ),
         )
         scheduled.append(Scheduled(tokens, phase))
@@ -381,13 +407,15 @@ def build_datasets(
     *,
     reading: Reading = Reading(),
     plans: Sequence[SplitPlan | None] | None = None,
+    continued: ContinuedData = ContinuedData(),
 ) -> Datasets:
     """Return the data sets of a run, with at least as many samples as requested; 0 requests none.
 
     With --dataloader-type cyclic, which repeats samples, the user's own data sets and
     --train-data-exact-num-epochs may give fewer; the user's own validation and test data always
     may. A named corpus has one epoch. If several processes call this function, one builds each
-    index and the others wait for its files. `plans` replaces the data that the flags give. Raises
+    index and the others wait for its files. `plans` replaces the data that the flags give, and
+    `continued` says where streams continue. Raises
     DataError for files that are missing or damaged, and for training data that is missing or too
     short; ConfigError for contradictory data flags.
     """
@@ -409,7 +437,19 @@ def build_datasets(
         pairs = zip(SPLIT_NAMES, counts, strict=True)
         return Datasets(*(mock(name, count) if count else None for name, count in pairs))
     opened = cache(lambda prefix: open_data(prefix, config.data, reading.locations.get(prefix)))
+    build: Callable[[int, SplitPlan, int], TokenDataset | None]
     build = partial(_build_split, config, reading, opened)
+    corpus: Callable[[SplitPlan], TokenDataset] = partial(_corpus, config, opened, build)
+    if config.data.data_order == "stream":
+        opening = Opening(
+            opened,
+            reading.pad_id,
+            data_cache_path=config.data.data_cache_path,
+            verify=reading.verify,
+            workers=reading.workers,
+        )
+        build = partial(_build_stream, config, opening, continued)
+        corpus = partial(_stream_corpus, config, opening)
     made = list[TokenDataset | None]()
     corpora: dict[str, TokenDataset] = {}
     for index, (plan, count) in enumerate(
@@ -420,7 +460,15 @@ def build_datasets(
             continue
         made.append(None if plan.corpora else build(index, plan, count))
         for name, of_corpus in plan.corpora.items():
-            corpora[name] = _corpus(config, opened, build, name, of_corpus)
+            for source in of_corpus.blend:
+                indexed = opened(source.prefix)
+                tokens = indexed.tokens_between(*of_corpus.bounds(source, 1, len(indexed)))
+                if tokens <= config.model.seq_length:
+                    raise DataError(
+                        f"--valid-data-path {name}={source.prefix}: {tokens} tokens are fewer than "
+                        f"one sample of {config.model.seq_length + 1}: leave this corpus out"
+                    )
+            corpora[name] = corpus(of_corpus)
     if train_samples and made[0] is None:
         raise DataError(
             f"there is no training data: change --split {config.data.split!r}, or give "
@@ -433,23 +481,15 @@ def _corpus(
     config: Config,
     opened: Callable[[str], IndexedDataset],
     build: Callable[[int, SplitPlan, int], TokenDataset | None],
-    name: str,
     plan: SplitPlan,
 ) -> TokenDataset:
-    """Return the data set of a named corpus.
+    """Return the data set of a named corpus, in Megatron's order.
 
     It is one epoch, or the samples of an evaluation by a blend, which ends before a file's samples
-    repeat. Raises DataError if a file has no whole sample.
+    repeat.
     """
     sources = []
     for source in plan.blend:
-        indexed = opened(source.prefix)
-        tokens = indexed.tokens_between(*plan.bounds(source, 1, len(indexed)))
-        if tokens <= config.model.seq_length:
-            raise DataError(
-                f"--valid-data-path {name}={source.prefix}: {tokens} tokens are fewer than one "
-                f"sample of {config.model.seq_length + 1}: leave this corpus out"
-            )
         built = build(1, SplitPlan((source,), plan.split), 1)
         assert isinstance(built, SourceDataset), "a data set with tokens has samples"
         sources.append(built)
@@ -460,6 +500,59 @@ def _corpus(
     which, sample = build_blend_index(weights, size)
     over = sample >= np.array(list(map(len, sources)))[which]
     return BlendedDataset(sources, weights, int(np.argmax(over)) if over.any() else size)
+
+
+def _build_stream(
+    config: Config,
+    opening: Opening,
+    continued: ContinuedData,
+    index: int,
+    plan: SplitPlan,
+    num_samples: int,
+) -> StreamDataset | None:
+    """Return split number `index` (train, valid, test) as a blend of streams; None without data.
+
+    Raises ConfigError for a change of the training data that --allow-data-changes does not have.
+    """
+    split = SPLIT_NAMES[index]
+    past = continued.past.get(split, ())
+    position = continued.positions.get(split, 0)
+    schedule = scheduled_phases(config, plan, opening.open, index, past, continued.replaced)
+    if not schedule:
+        return None
+    phases = continued_phases(past, position, schedule)
+    now = [phase for phase in phases if phase.start <= position][-1]
+    refused = [
+        change
+        for change in changes(past, now)
+        if change.needs and change.needs not in config.data.allow_data_changes
+    ]
+    if refused and split == "train":
+        needed = " ".join(dict.fromkeys(change.needs for change in refused))
+        raise ConfigError(
+            "the data differ from those of the checkpoint's run: "
+            f"{'; '.join(change.text for change in refused)}. Undo the change, or accept what "
+            f"follows from it with --allow-data-changes {needed}"
+        )
+    return StreamDataset(phases, position, num_samples, opening, schedule)
+
+
+def _stream_corpus(config: Config, opening: Opening, plan: SplitPlan) -> StreamDataset:
+    """Return the data set of a named corpus; see _corpus."""
+    (scheduled,) = scheduled_phases(config, plan, opening.open, 1, ())
+    phase = scheduled.phase
+    dataset = StreamDataset((phase,), 0, 0, opening)
+    most = [source.samples_per_epoch for source in dataset.sources]
+    size = most[0]
+    if len(most) > 1:
+        size = max(1, config.training.eval_iters * config.batch.global_batch_size)
+        order = phase.interleaving()
+
+        def repeats(last: int) -> bool:
+            return bool((order.counts(last + 1) > most).any())
+
+        size = bisect.bisect_left(range(size), True, key=repeats)
+    return StreamDataset((phase,), 0, size, opening, ends=True)
 
 
 def _user_datasets(config: Config, counts: tuple[int, int, int]) -> Datasets:

@@ -92,7 +92,7 @@ def begun(phases: Iterable[Phase], position: int) -> Phases:
     return tuple(phase for phase in phases if phase.start < position)
 
 
-def continued(past: Sequence[Phase], position: int, schedule: Sequence[Scheduled]) -> Phases:
+def continued_phases(past: Sequence[Phase], position: int, schedule: Sequence[Scheduled]) -> Phases:
     """Return the phases of a run that continues from `position`: `past` ones, then scheduled ones.
 
     The first scheduled phase begins after 0 tokens. The one that holds at `position` continues the
@@ -253,7 +253,9 @@ def changes(past: Sequence[Phase], now: Phase) -> list[Change]:
             )
     for source in now.sources:
         if source.name in latest and source.generation != latest[source.name].generation:
-            text = "it begins at its beginning; what was read of the former files stays in its epochs"
+            text = (
+                "it begins at its beginning; what was read of the former files stays in its epochs"
+            )
             found.append(Change(f"{source.prefix} has other content than before: {text}", "files"))
     same = {source.name for source in before.sources} & {source.name for source in now.sources}
     for source in now.sources:

@@ -31,7 +31,7 @@ from megatron.data.history import (
     PhaseSource,
     Scheduled,
     begun,
-    continued,
+    continued_phases,
     stretches,
 )
 from megatron.data.indexed_dataset import IndexedDataset, SequenceSlices
@@ -104,6 +104,10 @@ class SourceStream(SlicedDataset):
     @cached_property
     def tokens_per_epoch(self) -> int:  # type: ignore[override]
         return self._cut(len(self._starts) - 1).tokens_per_epoch
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self._cut(len(self._starts) - 1).samples_per_epoch
 
     @property
     def waste(self) -> float | None:  # type: ignore[override]
@@ -290,7 +294,7 @@ class StreamDataset(TokenDataset):
     def go_back(self, past: Phases, position: int) -> None:
         """Continue from an earlier position, with the phases before it."""
         if position < self._first:
-            phases = continued(past, position, self._schedule)
+            phases = continued_phases(past, position, self._schedule)
             vars(self).update(
                 vars(StreamDataset(phases, position, self._size, self._opening, self._schedule))
             )

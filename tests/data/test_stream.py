@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from megatron.data import cuts
-from megatron.data.history import Phase, PhaseSource, Scheduled, continued, from_record, to_record
+from megatron.data.history import (
+    Phase,
+    PhaseSource,
+    Scheduled,
+    continued_phases,
+    from_record,
+    to_record,
+)
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.stream import Opening, StreamDataset
@@ -78,7 +85,7 @@ def test_each_token_of_an_epoch_once_over_any_changes(case, tmp_path, monkeypatc
         length = int(random.choice([1, 4, 7, 16, 33]))
         packing = str(random.choice(packings))
         now = Phase(0, length, packing, int(random.randint(3)), sources)
-        phases = from_record(to_record(continued(phases, position, [Scheduled(0, now)])))
+        phases = from_record(to_record(continued_phases(phases, position, [Scheduled(0, now)])))
         stop = position + random.randint(1, 200)
         dataset = StreamDataset(phases, position, stop, Opening(opened.__getitem__))
         order = range(position, stop)
@@ -94,12 +101,12 @@ def test_phases_of_a_schedule():
     sources = [(PhaseSource(1.0, p, p, 0, 9),) for p in "ab"]
     first, second = (Phase(0, 10, "concat", 1, s) for s in sources)
     schedule = [Scheduled(0, first), Scheduled(95, second)]
-    begun = continued((), 0, schedule)
+    begun = continued_phases((), 0, schedule)
     assert [phase.start for phase in begun] == [0, 10]
     for position in (1, 5, 9, 10, 11):
         past = tuple(phase for phase in begun if phase.start < position)
-        assert continued(past, position, schedule) == begun
+        assert continued_phases(past, position, schedule) == begun
     longer = [
         dataclasses.replace(s, phase=dataclasses.replace(s.phase, seq_length=20)) for s in schedule
     ]
-    assert [p.start for p in continued(begun[:1], 4, longer)] == [0, 4, 7]
+    assert [p.start for p in continued_phases(begun[:1], 4, longer)] == [0, 4, 7]

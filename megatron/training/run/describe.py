@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron.config import Config
 from megatron.config.help_text import render_differences
 from megatron.data.datasets import SPLIT_NAMES, Datasets, check_data, describe_epochs
-from megatron.data.packed_dataset import PackedDataset
 from megatron.data.sampler import MicroBatchStream, Separation, Share
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import DataError
@@ -134,9 +133,7 @@ def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> Non
             "and only the tokens that it marks count in the loss"
         )
     if datasets.train is not None and config.data.data_packing == "best-fit":
-        padding = {
-            s.name: 100 * s.waste for s in datasets.train.sources if isinstance(s, PackedDataset)
-        }
+        padding = {s.name: 100 * s.waste for s in datasets.train.sources if s.waste is not None}
         if padding:
             most = max(padding, key=padding.__getitem__)
             reporter.say(
@@ -177,14 +174,15 @@ def check_loss_masks(
                 config.data.eod_mask_loss or any(source.masked for source in dataset.sources)
             ):
                 continue
-            among = min(len(dataset), limits.get(name, len(dataset)))
+            first = dataset.first
+            among = min(len(dataset), limits.get(name, len(dataset))) - first
             looked = min(among, _LOOKED_AT)
             stream = MicroBatchStream(
                 dataset, Share(1), separation=separation, vocab_size=config.model.vocab_size
             )
             without = 0
             for number in range(looked):
-                stream.consumed_samples = number * among // looked
+                stream.consumed_samples = first + number * among // looked
                 (batch,) = stream.take(1)
                 without += not batch.loss_mask.any()
             line = f"{without} of {looked} {name} samples have no token in the loss"

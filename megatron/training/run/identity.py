@@ -159,7 +159,9 @@ def sample_digests(datasets: Datasets) -> dict[str, str]:
 def _samples(dataset: TokenDataset) -> str:
     """Return the number of samples, and a digest of evenly spaced ones, first and last included."""
     last = len(dataset) - 1
-    numbers = sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}) if last >= 0 else []
+    span = last - dataset.first
+    steps = range(_SAMPLES) if span >= 0 else ()
+    numbers = sorted({dataset.first + span * i // (_SAMPLES - 1) for i in steps})
     arrays = (
         array
         for i in numbers

@@ -21,6 +21,7 @@ from megatron.config import Config
 from megatron.config.io import BlendSource
 from megatron.config.option import options_of
 from megatron.config.settings import SECTIONS
+from megatron.data import history
 from megatron.data.datasets import (
     ContinuedData,
     SplitPlan,
@@ -29,7 +30,6 @@ from megatron.data.datasets import (
     plan_splits,
 )
 from megatron.data.gpt_dataset import MOCK, TokenDataset
-from megatron.data.history import changes
 from megatron.data.ledger import short_names
 from megatron.data.order import sample_order
 from megatron.data.reorder import Ordered, reordered
@@ -121,7 +121,11 @@ def with_data_order(config: Config, stored: Stored | None) -> Config:
     if order == config.data.data_order:
         return config
     if explicit or config.data.blend_schedule or order == "stream":
-        flag = "--blend-schedule" if config.data.blend_schedule else f"--data-order {config.data.data_order}"
+        flag = (
+            "--blend-schedule"
+            if config.data.blend_schedule
+            else f"--data-order {config.data.data_order}"
+        )
         raise ConfigError(
             f"{flag}: the run of {stored.folder} reads its data in the order {order!r}, and would "
             "repeat and skip data in another one: leave the flag out, or begin a new run with "
@@ -371,7 +375,7 @@ def describe_data(
         position = progress.position()
         past = dataset.begun(position)
         now = [phase for phase in dataset.phases if phase.start <= position][-1]
-        for change in changes(past, now) if now.start == position else ():
+        for change in history.changes(past, now) if now.start == position else ():
             say(f"note: data: {change.text}")
         return
     former = _FormerData(stored, config)

@@ -74,9 +74,11 @@ from megatron.training.run.loop import train
 from megatron.training.run.process import Signals
 from megatron.training.run.provenance import Provenance, layout_record, versions
 from megatron.training.run.resume import (
+    continued_data,
     describe_resume,
     stored_settings,
     with_checkpoint_settings,
+    with_data_order,
 )
 from megatron.training.run.schedules import (
     BatchSchedule,
@@ -259,9 +261,7 @@ def assemble(
     batches = BatchSchedule.from_config(config)
     tasks = read_tasks(config.training.eval_tasks or (), tokenizer, context_of(config))
     continued = decided_by_first(topology, partial(continued_data, config, stored))
-    datasets, samples, build = build_data(
-        config, topology, tokenizer, batches, reporter, continued
-    )
+    datasets, samples, build = build_data(config, topology, tokenizer, batches, reporter, continued)
     chunks, engine = build_model(config, sizes, topology, reporter)
     with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):
         progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
@@ -352,12 +352,12 @@ def build_data(
     tokenizer: Tokenizer | None,
     batches: BatchSchedule,
     reporter: Reporter,
-    continued: ContinuedData = ContinuedData(),
+    continued: ContinuedData,
 ) -> tuple[Datasets, tuple[int, int, int], Callable[[int, int, int], Datasets]]:
     """Return the data sets, how many samples of each may be read, and a function to build others.
 
-    `continued` says where they continue in a resumed run. The function takes numbers of samples. With --dataloader-type cyclic any sample may be read: the
-    numbers returned are then sys.maxsize.
+    `continued` says where they continue in a resumed run. The function takes numbers of samples.
+    With --dataloader-type cyclic any sample may be read: the numbers returned are then sys.maxsize.
     """
     samples = planned_samples(config, batches)
     staged = dict[str, str]()
