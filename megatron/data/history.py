@@ -201,9 +201,11 @@ def is_history(record: object) -> bool:
     if not isinstance(record, dict):
         return False
     try:
-        return all(from_record(phases) for phases in record.values())
+        for phases in record.values():
+            from_record(phases)
     except ValueError:
         return False
+    return True
 
 
 def _source(record: object) -> PhaseSource:

@@ -112,7 +112,7 @@ class MicroBatchStream:
         self._dataset = dataset
         self._share = share
         self._chunk = share.micro_batch_size * share.size
-        self._order = order or SampleOrder(0 if dataset is None else dataset.available)
+        self._order = order or SampleOrder(0 if dataset is None else len(dataset))
         self._separation = separation
         self._device = torch.device(device)
         self._vocab_size = vocab_size

@@ -66,7 +66,8 @@ def test_packed_samples_count_each_marked_prediction_once(tmp_path):
     sizes = [3, 5, 2, 1, 50, 9, 16, 17, 18]
     prefix = write(tmp_path / "a", 0, sizes)
     settings = config(data_path=(prefix,), data_packing="best-fit")
-    one_epoch = len(build_datasets(settings, 1, 0, 0).train or ())
+    (stream,) = build_datasets(settings, 1, 0, 0).train.sources
+    one_epoch = stream.samples_per_epoch
     rows = list(batches(settings, one_epoch + one_epoch % 2))[: one_epoch * SEQ]
     ends = np.cumsum(sizes)
     firsts = {0, *ends.tolist()}

@@ -73,14 +73,12 @@ class Stored:
     values      as stored, by name
     config      the same as a Config; settings that the checkpoint lacks come from this run
     provenance  the provenance in the checkpoint; empty if it has none
-    progress    the progress of the run; that of a new run if this one begins with the weights only
     """
 
     folder: Path
     values: Mapping[str, object]
     config: Config
     provenance: Mapping[str, object]
-    progress: Progress
 
 
 def stored_settings(folder: Path, config: Config) -> Stored:
@@ -101,22 +99,31 @@ def stored_settings(folder: Path, config: Config) -> Stored:
         values |= saved if isinstance(saved, dict) else {}
         sections[name] = replace(getattr(config, name), **dict(_accepted(section, values, folder)))
     provenance = manifest.read_json(PROVENANCE) if PROVENANCE in manifest.files else {}
-    former = replace(config, **sections)
-    dense = former.model.num_experts is None and config.model.moe_use_upcycling
-    progress = Progress()
-    if not (config.checkpoint.finetune or config.checkpoint.reset_iteration or dense):
-        progress = progress_from(manifest.read_json(STATE).get("state", {}), folder)
-    return Stored(folder, values, former, provenance, progress)
+    return Stored(folder, values, replace(config, **sections), provenance)
 
 
-def with_data_order(config: Config, stored: Stored | None) -> Config:
-    """Return `config` with the order of the data in which the checkpoint's run began.
+def stored_progress(stored: Stored | None, config: Config) -> Progress:
+    """Return the progress from which a run continues; that of a new run if it takes only weights.
+
+    Raises CheckpointError if the checkpoint does not contain it.
+    """
+    settings = config.checkpoint
+    if stored is None or settings.finetune or settings.reset_iteration:
+        return Progress()
+    if config.model.moe_use_upcycling and stored.config.model.num_experts is None:
+        return Progress()
+    state = read_manifest(stored.folder).read_json(STATE).get("state")
+    return progress_from(state if isinstance(state, dict) else {}, stored.folder)
+
+
+def with_data_order(config: Config, stored: Stored | None, progress: Progress) -> Config:
+    """Return `config` with the order of the data in which the run began that has this progress.
 
     Raises ConfigError if the flags ask for the other one, or for a schedule of blends in Megatron's.
     """
-    if stored is None or not stored.progress.consumed_samples or not data_prefixes(config):
+    if stored is None or not progress.consumed_samples or not data_prefixes(config):
         return config
-    order = "stream" if stored.progress.history else "megatron"
+    order = "stream" if progress.history else "megatron"
     explicit = not config.origin("data_order").startswith("derived")
     if order == config.data.data_order:
         return config
@@ -134,11 +141,10 @@ def with_data_order(config: Config, stored: Stored | None) -> Config:
     return config.replace(data_order=order)
 
 
-def continued_data(config: Config, stored: Stored | None) -> ContinuedData:
-    """Return where the run's data continue. Reads the ends of the data files."""
-    if stored is None or not stored.progress.history:
+def continued_data(config: Config, stored: Stored | None, progress: Progress) -> ContinuedData:
+    """Return where the data of a run with this progress continue. Reads the ends of the files."""
+    if stored is None or not progress.history:
         return ContinuedData()
-    progress = stored.progress
     files = _FormerFiles(stored, config)
     past = {
         split: tuple(

@@ -76,6 +76,7 @@ from megatron.training.run.provenance import Provenance, layout_record, versions
 from megatron.training.run.resume import (
     continued_data,
     describe_resume,
+    stored_progress,
     stored_settings,
     with_checkpoint_settings,
     with_data_order,
@@ -248,7 +249,9 @@ def assemble(
     check_save_folder(config, topology, reporter)
     checkpoint = checkpoint_to_load(config, topology, reporter)
     stored = None if checkpoint is None else stored_settings(checkpoint, config)
-    settings = with_data_order(with_checkpoint_settings(config, stored, reporter), stored)
+    settings = with_checkpoint_settings(config, stored, reporter)
+    before = stored_progress(stored, config)
+    settings = with_data_order(settings, stored, before)
     config, tokenizer = with_tokenizer(settings)
     if config.model.trains_in_part:
         check_patterns(config)
@@ -260,7 +263,7 @@ def assemble(
     check_kernels(config, topology)
     batches = BatchSchedule.from_config(config)
     tasks = read_tasks(config.training.eval_tasks or (), tokenizer, context_of(config))
-    continued = decided_by_first(topology, partial(continued_data, config, stored))
+    continued = decided_by_first(topology, partial(continued_data, config, stored, before))
     datasets, samples, build = build_data(config, topology, tokenizer, batches, reporter, continued)
     chunks, engine = build_model(config, sizes, topology, reporter)
     with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):

@@ -22,6 +22,7 @@ USUAL = tiny(seed=1, world_size=4)
 DATA = [
     *(word for word in TINY if word != "--mock-data"),
     *("--data-path", "../text", "--data-cache-path", "cache", "--split", "1"),
+    *("--data-order", "megatron"),
     *("--hidden-dropout", "0", "--attention-dropout", "0"),
 ]
 
