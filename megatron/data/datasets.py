@@ -42,21 +42,18 @@ from megatron.data.history import (
 from megatron.data.indexed_dataset import IndexedDataset, build_blend_index, data_files
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.stream import Opening, StreamDataset
-from megatron.data.tokenizer_record import check_tokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.untrusted import read_text
 
 if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.config.io import DataConfig
-    from megatron.data.tokenizer_adapters import Tokenizer
 
 SPLIT_NAMES = ("train", "valid", "test")
 # Stands for --split in the description of an index over a whole data set (--train-data-path and its
 # siblings), so that a cached index of a split of the same data set is not taken for it.
 UNSPLIT = "whole"
 _MOST_BYTES = 1 << 24  # of a --data-file-list
-_MOST_EPOCHS = 16
 
 
 @dataclass(frozen=True)
@@ -343,60 +340,6 @@ def open_data(prefix: str, data: DataConfig, location: str | None = None) -> Ind
     if data.loss_mask == "required" or (data.loss_mask == "optional" and mask):
         dataset.open_mask()
     return dataset
-
-
-def check_data(
-    config: Config,
-    tokenizer: Tokenizer | None,
-    samples: int,
-    locations: Mapping[str, str] | None = None,
-) -> tuple[dict[str, float], list[str]]:
-    """Compare all data with the run's tokenizer; return the epochs of training data, and notices.
-
-    The epochs are given for each prefix, in a run of `samples` samples. They do not take into
-    account the padding of --data-packing best-fit, with which they are usually too large. Raises
-    the errors of `check_tokenizer`, `open_data` and `plan_splits`.
-    """
-    opened = {
-        prefix: open_data(prefix, config.data, (locations or {}).get(prefix))
-        for prefix in data_prefixes(config)
-    }
-    if not opened:
-        return {}, []
-    size = config.model.vocab_size
-    assert size is not None, "the tokenizer was read"
-    notices = check_tokenizer(
-        list(opened.values()), config.tokenizer.tokenizer_type, tokenizer, size
-    )
-    epochs = dict[str, float]()
-    plan = plan_splits(config.data)[0]
-    if plan is None:
-        return {}, notices
-    for source in plan.blend:
-        indexed = opened[source.prefix]
-        if tokens := indexed.tokens_between(*plan.bounds(source, 0, len(indexed))):
-            share = source.weight * samples * config.model.seq_length / tokens
-            epochs[source.prefix] = epochs.get(source.prefix, 0.0) + share
-    return epochs, notices
-
-
-def describe_epochs(epochs: Mapping[str, float]) -> tuple[str, str]:
-    """Return a text on how often a run reads its data, and a warning if too often, else ""."""
-    if not any(epochs.values()):
-        return "", ""
-    most = max(epochs, key=epochs.__getitem__)
-    least = min(epochs.values())
-    text = f"{epochs[most]:,.3g} epochs of {most}"
-    if len(epochs) > 1:
-        text = (
-            f"{least:,.3g} to {epochs[most]:,.3g} epochs of {len(epochs)} data sets, most of {most}"
-        )
-    if epochs[most] <= _MOST_EPOCHS:
-        return text, ""
-    return text, (
-        f"{text}: beyond about {_MOST_EPOCHS}, more repetitions of the same tokens hardly lower the "
-        "loss (arXiv 2305.16264): shorten the run or add data"
-    )
 
 
 def build_datasets(

@@ -491,8 +491,13 @@ def check_training(job: CheckedJob, config: Config) -> None:
 
 
 def check_data(job: CheckedJob, config: Config) -> None:
-    """Open the token files and compare them with the tokenizer. Raises DataError."""
-    from megatron.data import datasets
+    """Open the token files, compare them with the tokenizer, and foresee the epochs of each.
+
+    Raises the errors of `forecast.check_data`, and CheckpointError.
+    """
+    from megatron.checkpoint.find import find, required
+    from megatron.data import datasets, forecast
+    from megatron.training.run.resume import continued_data, stored_settings, with_data_order
 
     if not (prefixes := datasets.data_prefixes(config)):
         return
@@ -503,17 +508,23 @@ def check_data(job: CheckedJob, config: Config) -> None:
     if local := [prefix for prefix in prefixes if job.is_local(prefix)]:
         job.unchecked.append(f"data {', '.join(local)}, on node-local disks")
         return
+    settings = config.checkpoint
+    stored = None
+    if settings.load and (choice := find(settings.load, settings.load_tag)).folder:
+        stored = stored_settings(required(settings.load, choice), config)
+        config = with_data_order(config, stored)
     samples = planned_samples(config, BatchSchedule.from_config(config))[0]
     if not job.vocabulary_known:  # so that no id counts as out of range
         config = config.replace(vocab_size=MOST)
-    epochs, notices = datasets.check_data(config, job.tokenizer, samples)
+    continued = continued_data(config, stored)
+    foreseen, notices = forecast.check_data(config, job.tokenizer, samples, continued=continued)
     for notice in notices:
         job.note("data", notice)
-    text, warning = datasets.describe_epochs(epochs)
-    if text:
-        job.known["data"] = text
-    if warning:
-        job.warn("data", warning)
+    if foreseen.sources:
+        indent = "\n" + " " * 12
+        job.known["data"] = indent.join([foreseen.summary, *foreseen.table])
+    if foreseen.warning:
+        job.warn("data", foreseen.warning)
 
 
 def check_saving(job: CheckedJob, config: Config) -> None:

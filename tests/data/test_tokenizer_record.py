@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.config import Config
-from megatron.data.datasets import check_data
+from megatron.data.forecast import check_data
 from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import DataError
 from megatron_preparation.encode import PreprocessOptions
@@ -41,8 +41,8 @@ def check(prefix, tokenizer, samples=1):
         split="100,0,0",
         **flags,
     )
-    epochs, notices = check_data(config, text, samples)
-    return epochs, len(notices)
+    forecast, notices = check_data(config, text, samples)
+    return {source.name: source.epochs for source in forecast.sources}, len(notices)
 
 
 def other_file(folder, change):

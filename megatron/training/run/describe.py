@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megatron.config import Config
 from megatron.config.help_text import render_differences
-from megatron.data.datasets import SPLIT_NAMES, Datasets, check_data, describe_epochs
+from megatron.data.datasets import SPLIT_NAMES, ContinuedData, Datasets
+from megatron.data.forecast import check_data
 from megatron.data.sampler import MicroBatchStream, Separation, Share
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import DataError
@@ -105,13 +106,16 @@ def report_data(
     samples: int,
     staged: Mapping[str, str],
     say: Callable[[str], None],
+    continued: ContinuedData | None = None,
 ) -> None:
-    """Check the data against the tokenizer, and print the findings and the run's epochs."""
-    epochs, notices = check_data(config, tokenizer, samples, staged)
-    text, warning = describe_epochs(epochs)
-    if text:
-        say(f" > the run reads {text}")
-    for note in (*notices, *([warning] if warning else ())):
+    """Check the data against the tokenizer, and print the findings and the run's epochs.
+
+    The arguments are those of `check_data`.
+    """
+    forecast, notices = check_data(config, tokenizer, samples, staged, continued)
+    if forecast.sources:
+        say("\n     ".join([f" > the run reads {forecast.summary}", *forecast.table]))
+    for note in (*notices, *([forecast.warning] if forecast.warning else ())):
         say(f" note: {note}")
 
 
