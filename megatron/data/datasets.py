@@ -455,7 +455,7 @@ def _build_stream(
 ) -> StreamDataset | None:
     """Return split number `index` (train, valid, test) as a blend of streams; None without data.
 
-    Raises ConfigError for a change of the training data that --allow-data-changes does not have.
+    Raises the errors of `refuse_changes`.
     """
     split = SPLIT_NAMES[index]
     past = continued.past.get(split, ())
@@ -464,20 +464,26 @@ def _build_stream(
     if not schedule:
         return None
     phases = continued_phases(past, position, schedule)
+    if split == "train":
+        refuse_changes(config.data, past, phases, position)
+    return StreamDataset(phases, position, num_samples, opening, schedule)
+
+
+def refuse_changes(data: DataConfig, past: Phases, phases: Phases, position: int) -> None:
+    """Raise ConfigError for a change of the training data that --allow-data-changes does not have."""
     now = [phase for phase in phases if phase.start <= position][-1]
     refused = [
         change
         for change in changes(past, now)
-        if change.needs and change.needs not in config.data.allow_data_changes
+        if change.needs and change.needs not in data.allow_data_changes
     ]
-    if refused and split == "train":
+    if refused:
         needed = " ".join(dict.fromkeys(change.needs for change in refused))
         raise ConfigError(
             "the data differ from those of the checkpoint's run: "
             f"{'; '.join(change.text for change in refused)}. Undo the change, or accept what "
             f"follows from it with --allow-data-changes {needed}"
         )
-    return StreamDataset(phases, position, num_samples, opening, schedule)
 
 
 def _stream_corpus(config: Config, opening: Opening, plan: SplitPlan) -> StreamDataset:

@@ -19,6 +19,7 @@ from megatron.data.datasets import (
     data_prefixes,
     open_data,
     plan_splits,
+    refuse_changes,
     scheduled_phases,
 )
 from megatron.data.history import (
@@ -143,8 +144,8 @@ def check_data(
 
     The run ends after `samples` samples; `continued` says where a resumed run continues. With
     --data-packing best-fit, epochs are usually too large, because padding is not taken into
-    account. Raises the errors of `check_tokenizer`, `open_data` and `plan_splits`, and ConfigError
-    for more epochs than --max-epochs.
+    account. Raises the errors of `check_tokenizer`, `open_data`, `plan_splits` and `refuse_changes`,
+    and ConfigError for more epochs than --max-epochs.
     """
     opened = {
         prefix: open_data(prefix, config.data, (locations or {}).get(prefix))
@@ -169,6 +170,7 @@ def check_data(
         return Forecast(), notices
     end = max(samples, position)
     reads = _Reads.of(scheduled, opened, past, position)
+    refuse_changes(config.data, past, reads.phases, position)
     last = tokens_before(reads.phases, end)
     notices += _overlaps(plan, scheduled, opened)
     notices += [
@@ -261,7 +263,10 @@ class _Reads:
         room = sum(
             max(0.0, limit - s.before) * s.tokens for s in forecast.sources if any(s.weights)
         )
-        if room >= tokens_before(self.phases, end) - tokens_before(self.phases, self.position):
+        lowers = max(worst.weights) < 1  # a source that is read alone has no share to give
+        if lowers and room >= tokens_before(self.phases, end) - tokens_before(
+            self.phases, self.position
+        ):
             share = (limit - worst.before) / (worst.epochs - worst.before)
             if len(worst.weights) == 1:
                 remedies.append(f"lower its weight to {_floor(share * worst.weights[0]):g}")
