@@ -1,4 +1,4 @@
-// Copies many short runs of tokens out of a file into one int64 array, without Python code for each run.
+// Copies many short slices of sequences out of a token file into one int64 array, without Python code for each slice.
 
 #include "index_helpers.hpp"
 
@@ -19,79 +19,102 @@ void widen(const uint8_t* source, int64_t count, int64_t* out) {
   }
 }
 
-struct Runs {
+// The arrays of an .idx file start at any byte, too.
+template <typename Number>
+Number load(const Number* numbers, int64_t i) {
+  Number number;
+  std::memcpy(&number, reinterpret_cast<const char*>(numbers) + i * sizeof(Number), sizeof(Number));
+  return number;
+}
+
+struct File {
   const uint8_t* bytes;
   int64_t num_bytes;
-  const int64_t* starts;
+  const int32_t* sizes;
+  const int64_t* pointers;
+  int64_t num_sequences;
+};
+
+struct Slices {
+  const int64_t* sequences;
+  const int64_t* offsets;
   const int64_t* lengths;
   int64_t count;
 };
 
-// Returns the number of the first run that is not within the bytes; -1 if all are. `total` becomes the sum of the
-// lengths of the runs before it.
-int64_t first_outside(const Runs& runs, int64_t itemsize, int64_t& total) {
-  total = 0;
-  for (int64_t i = 0; i < runs.count; ++i) {
-    const int64_t start = runs.starts[i];
-    const int64_t length = runs.lengths[i];
-    if (start < 0 || start > runs.num_bytes || length < 0 || length > (runs.num_bytes - start) / itemsize) return i;
-    total += length;
-  }
-  return -1;
+// Returns the byte at which slice i starts; -1 if it is not within its sequence, or if the index entry of the sequence
+// is damaged: sequences are contiguous, so that each ends where the next one starts.
+int64_t start_of(const File& file, const Slices& slices, int64_t i, int64_t itemsize) {
+  const int64_t sequence = slices.sequences[i];
+  if (sequence < 0 || sequence >= file.num_sequences) return -1;
+  const int64_t size = load(file.sizes, sequence);
+  const int64_t begin = load(file.pointers, sequence);
+  const int64_t end = sequence + 1 < file.num_sequences ? load(file.pointers, sequence + 1) : file.num_bytes;
+  if (size < 0 || begin < 0 || end < begin || end > file.num_bytes) return -1;
+  if (end - begin != size * itemsize || begin % itemsize) return -1;
+  const int64_t offset = slices.offsets[i];
+  const int64_t length = slices.lengths[i];
+  if (offset < 0 || length < 0 || offset > size - length) return -1;
+  return begin + offset * itemsize;
 }
 
 template <typename Token>
-int64_t gather(const Runs& runs, int64_t* out, int64_t out_size) {
+bool gather(const File& file, const Slices& slices, int64_t* out, int64_t out_size) {
   int64_t total = 0;
-  const int64_t outside = first_outside(runs, sizeof(Token), total);
-  if (outside >= 0) return outside;
-  if (total != out_size) return -2;
-  for (int64_t i = 0; i < runs.count; ++i) {
-    widen<Token>(runs.bytes + runs.starts[i], runs.lengths[i], out);
-    out += runs.lengths[i];
+  for (int64_t i = 0; i < slices.count; ++i) {
+    if (start_of(file, slices, i, sizeof(Token)) < 0) return false;
+    total += slices.lengths[i];
   }
-  return -1;
+  if (total != out_size) return false;
+  for (int64_t i = 0; i < slices.count; ++i) {
+    widen<Token>(file.bytes + start_of(file, slices, i, sizeof(Token)), slices.lengths[i], out);
+    out += slices.lengths[i];
+  }
+  return true;
 }
 
-int64_t dispatch(const Runs& runs, int dtype_code, int64_t* out, int64_t out_size) {
+bool dispatch(const File& file, const Slices& slices, int dtype_code, int64_t* out, int64_t out_size) {
   switch (dtype_code) {
-    case 1: return gather<uint8_t>(runs, out, out_size);
-    case 2: return gather<int8_t>(runs, out, out_size);
-    case 3: return gather<int16_t>(runs, out, out_size);
-    case 4: return gather<int32_t>(runs, out, out_size);
-    case 5: return gather<int64_t>(runs, out, out_size);
-    case 8: return gather<uint16_t>(runs, out, out_size);
-    default: return -3;
+    case 1: return gather<uint8_t>(file, slices, out, out_size);
+    case 2: return gather<int8_t>(file, slices, out, out_size);
+    case 3: return gather<int16_t>(file, slices, out, out_size);
+    case 4: return gather<int32_t>(file, slices, out, out_size);
+    case 5: return gather<int64_t>(file, slices, out, out_size);
+    case 8: return gather<uint16_t>(file, slices, out, out_size);
+    default: return false;
   }
 }
 
-// Copies runs of tokens to `out`, one after the other. Run i has lengths[i] tokens and begins at byte starts[i].
-// Returns -1; if a run is not within `bytes`, the number of the first such run, with `out` unchanged. dtype_code is a
-// code of the .idx format.
-int64_t gather_tokens(const Array<uint8_t>& bytes, int dtype_code, const Array<int64_t>& starts,
-                      const Array<int64_t>& lengths, Array<int64_t>& out) {
-  if (bytes.ndim() != 1 || starts.ndim() != 1 || lengths.ndim() != 1 || out.ndim() != 1) {
+// Copies slices of sequences to `out`, one after the other: lengths[i] tokens from token offsets[i] of a sequence on.
+// `bytes` is the .bin file; `dtype_code`, `sizes` and `pointers` are from the .idx file. Returns false, with `out`
+// unchanged, if a slice or the index entry of its sequence is wrong, if `out` does not have their total length, or if
+// tokens are not integers.
+bool gather_slices(const Array<uint8_t>& bytes, int dtype_code, const Array<int32_t>& sizes,
+                   const Array<int64_t>& pointers, const Array<int64_t>& sequences, const Array<int64_t>& offsets,
+                   const Array<int64_t>& lengths, Array<int64_t>& out) {
+  if (bytes.ndim() != 1 || sizes.ndim() != 1 || pointers.ndim() != 1 || sequences.ndim() != 1 || offsets.ndim() != 1 ||
+      lengths.ndim() != 1 || out.ndim() != 1) {
     throw std::invalid_argument("expected one-dimensional arrays");
   }
-  if (starts.shape(0) != lengths.shape(0)) throw std::invalid_argument("expected one length for each start");
-  const Runs runs{bytes.data(), bytes.shape(0), starts.data(), lengths.data(), starts.shape(0)};
+  const int64_t count = sequences.shape(0);
+  if (sizes.shape(0) != pointers.shape(0)) throw std::invalid_argument("expected one pointer for each size");
+  if (offsets.shape(0) != count || lengths.shape(0) != count) {
+    throw std::invalid_argument("expected one offset and length for each sequence");
+  }
+  const File file{bytes.data(), bytes.shape(0), sizes.data(), pointers.data(), sizes.shape(0)};
+  const Slices slices{sequences.data(), offsets.data(), lengths.data(), count};
   int64_t* target = out.mutable_data();
   const int64_t out_size = out.shape(0);
-  int64_t result;
-  {
-    py::gil_scoped_release release;
-    result = dispatch(runs, dtype_code, target, out_size);
-  }
-  if (result == -2) throw std::invalid_argument("the size of out is not the total length of the runs");
-  if (result == -3) throw std::invalid_argument("dtype_code is not the code of an integer type");
-  return result;
+  py::gil_scoped_release release;
+  return dispatch(file, slices, dtype_code, target, out_size);
 }
 
 }  // namespace
 
 void bind_gather(py::module_& module) {
-  module.def("gather_tokens", &gather_tokens, py::arg("bytes").noconvert(), py::arg("dtype_code"),
-             py::arg("starts").noconvert(), py::arg("lengths").noconvert(), py::arg("out").noconvert());
+  module.def("gather_slices", &gather_slices, py::arg("bytes").noconvert(), py::arg("dtype_code"),
+             py::arg("sizes").noconvert(), py::arg("pointers").noconvert(), py::arg("sequences"), py::arg("offsets"),
+             py::arg("lengths"), py::arg("out").noconvert());
 }
 
 }  // namespace index_helpers

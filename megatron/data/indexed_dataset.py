@@ -274,13 +274,11 @@ class IndexedDataset:
             raise DataError(
                 f"{self._idx_path}: tokens of type {self.dtype}, but a model reads integers"
             )
-        starts, counts = self._byte_starts(slices)
-        assert len(out) == int(counts.sum()), f"{int(counts.sum())} tokens for {len(out)} places"
-        if self._map is not None:
-            code = TYPE_CODES[self.dtype]
-            outside = _loops().gather_tokens(self._map, code, starts, counts, out)
-            assert outside < 0, "slices lie within their sequences, and sequences within the file"
+        index = TYPE_CODES[self.dtype], self.sizes, self.pointers
+        if self._map is not None and _loops().gather_slices(self._map, *index, *slices, out):
             return
+        starts, counts = self._byte_starts(slices)  # raises the error of wrong slices
+        assert len(out) == int(counts.sum()), f"{int(counts.sum())} tokens for {len(out)} places"
         at = 0
         for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
             out[at : at + count] = self._tokens_at(start, count)
@@ -455,7 +453,7 @@ try:
     from megatron.data import _index_helpers as compiled  # type: ignore[attr-defined,no-redef,unused-ignore]
 except ImportError:  # a checkout without built extensions: enough for planning and --mock-data
     compiled = None
-if getattr(compiled, "interface", None) != 3:  # built from an older csrc/index_helpers.cpp
+if getattr(compiled, "interface", None) != 4:  # built from an older csrc/index_helpers.cpp
     compiled = None
 
 INT32_MAX = 2**31 - 1

@@ -132,25 +132,75 @@ def check_blend(shares, size):
 # gather
 
 
+FIVE = np.arange(5, dtype=np.int32)  # two sequences, of 3 and 2 tokens
+
+
+def gather(slice_, code=4, sizes=(3, 2), pointers=(0, 12), places=None):
+    """Gather the first token of FIVE and a slice; return (done, out, which was full of -7)."""
+    sequence, offset, length = slice_
+    out = np.full(1 + max(0, min(length, 5)) if places is None else places, -7, np.int64)
+    slices = np.array([0, sequence]), np.array([0, offset]), np.array([1, length])
+    index = np.array(sizes, np.int32), np.array(pointers, np.int64)
+    gather_slices = indexed_dataset.compiled.gather_slices
+    return gather_slices(FIVE.view(np.uint8), code, *index, *slices, out), out.tolist()
+
+
 @pytest.mark.parametrize(
-    ("run", "fits"),
+    ("slice_", "tokens"),
     [
-        ((16, 1), True),
-        ((17, 1), False),
-        ((21, 0), False),
-        ((-1, 0), False),
-        ((0, 5), True),
-        ((0, -1), False),
-        ((2**62, 2**62), False),
-        ((-(2**63), 1), False),
+        ((0, 0, 3), [0, 0, 1, 2]),
+        ((0, 2, 1), [0, 2]),
+        ((0, 3, 0), [0]),
+        ((0, 2, 2), None),
+        ((0, 4, 0), None),
+        ((1, 1, 1), [0, 4]),
+        ((1, 1, 2), None),
+        ((1, -1, 2), None),
+        ((1, 1, -1), None),
+        ((2, 0, 0), None),
+        ((-1, 0, 1), None),
+        ((1, 2**62, 2**62), None),
+        ((-(2**63), 0, 1), None),
     ],
 )
-def test_gather_stays_within_the_bytes(run, fits):
-    data = np.arange(20, dtype=np.uint8)
-    out = np.full(2 + max(0, min(run[1], 5)), -7, np.int64)
-    arguments = data, 4, np.array([0, run[0]]), np.array([2, run[1]]), out
-    outside = indexed_dataset.compiled.gather_tokens(*arguments)
-    assert outside == (-1 if fits else 1) and (-7 not in out if fits else (out == -7).all())
+def test_gather_stays_within_the_sequences(slice_, tokens):
+    done, out = gather(slice_)
+    assert done == (tokens is not None)
+    assert out == tokens or (tokens is None and set(out) == {-7})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(sizes=(3, 3)),
+        dict(sizes=(4, 2)),
+        dict(sizes=(3, -1), pointers=(0, 24)),
+        dict(pointers=(0, 16)),
+        dict(pointers=(0, 24)),
+        dict(pointers=(0, -(2**63))),
+        dict(pointers=(-(2**63), 12)),
+        dict(pointers=(2, 14)),
+        dict(code=5),
+        dict(code=6),
+        dict(places=3),
+    ],
+)
+def test_gather_refuses_a_damaged_index(wrong):
+    done, out = gather((1, 0, 1), **wrong)
+    assert not done and set(out) == {-7}
+
+
+def test_gather_reads_arrays_that_are_not_aligned():
+    raw = np.zeros(8 * 4 + 1, np.uint8)[1:]
+    sizes = raw[:8].view(np.int32)
+    pointers = raw[8:24].view(np.int64)
+    sizes[:] = 3, 2
+    pointers[:] = 0, 12
+    out = np.empty(2, np.int64)
+    slices = np.array([1], np.int32), np.array([0]), np.array([2])
+    gather_slices = indexed_dataset.compiled.gather_slices
+    assert gather_slices(FIVE.view(np.uint8), 4, sizes, pointers, *slices, out)
+    assert out.tolist() == [3, 4]
 
 
 # packing
@@ -211,13 +261,6 @@ def test_best_fit_of_many(capacity):
 
 def test_refuses():
     """Refuse arguments that would lead outside the arrays."""
-    data = np.zeros(8, np.uint8)
-    one = np.array([1])
-    out = np.full(2, -7, np.int64)
-    for code, lengths in ((1, [3]), (6, [2])):
-        with pytest.raises(ValueError):
-            indexed_dataset.compiled.gather_tokens(data, code, one, np.array(lengths), out)
-    assert (out == -7).all()
 
     def refused(function, *arguments):
         with pytest.raises(ValueError):
