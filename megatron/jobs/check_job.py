@@ -497,7 +497,12 @@ def check_data(job: CheckedJob, config: Config) -> None:
     """
     from megatron.checkpoint.find import find, required
     from megatron.data import datasets, forecast
-    from megatron.training.run.resume import continued_data, stored_settings, with_data_order
+    from megatron.training.run.resume import (
+        continued_data,
+        stored_progress,
+        stored_settings,
+        with_data_order,
+    )
 
     if not (prefixes := datasets.data_prefixes(config)):
         return
@@ -512,11 +517,12 @@ def check_data(job: CheckedJob, config: Config) -> None:
     stored = None
     if settings.load and (choice := find(settings.load, settings.load_tag)).folder:
         stored = stored_settings(required(settings.load, choice), config)
-        config = with_data_order(config, stored)
+    progress = stored_progress(stored, config)
+    config = with_data_order(config, stored, progress)
     samples = planned_samples(config, BatchSchedule.from_config(config))[0]
     if not job.vocabulary_known:  # so that no id counts as out of range
         config = config.replace(vocab_size=MOST)
-    continued = continued_data(config, stored)
+    continued = continued_data(config, stored, progress)
     foreseen, notices = forecast.check_data(config, job.tokenizer, samples, continued=continued)
     for notice in notices:
         job.note("data", notice)

@@ -371,7 +371,7 @@ def build_data(
     pad_id = tokenizer.eod if tokenizer is not None else 0
     reading = Reading(staged, pad_id, verify=topology.rank == 0)
     build = partial(build_datasets, config, reading=reading, continued=continued)
-    check = partial(report_data, config, tokenizer, samples[0], staged, reporter.say)
+    check = partial(report_data, config, tokenizer, samples[0], staged, reporter.say, continued)
     build_in_turn = first_builds(config, topology, build, reporter.say, check=check)
     with reporter.console.doing("index of the data"):
         datasets = build_in_turn(*samples)
