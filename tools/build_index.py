@@ -64,30 +64,34 @@ def read_config(flags: Sequence[str]) -> Config:
 
 def build(config: Config, workers: int) -> None:
     """Build the indices that the run reads, from its start or from the checkpoint of --load."""
-    from megatron.checkpoint.find import find, open_checkpoint, required
+    from megatron.checkpoint.find import find, required
     from megatron.data import index_cache
     from megatron.data.datasets import Datasets, Reading, build_datasets
     from megatron.training.report.reporter import Reporter
-    from megatron.training.run.checkpoints import progress_from
-    from megatron.training.run.resume import stored_settings, with_checkpoint_settings
+    from megatron.training.run.resume import (
+        continued_data,
+        stored_progress,
+        stored_settings,
+        with_checkpoint_settings,
+        with_data_order,
+    )
     from megatron.training.run.schedules import (
         BatchSchedule,
-        Progress,
         planned_samples,
         total_iterations,
     )
     from megatron.training.run.setup import extended
 
     say = partial(print, flush=True)
-    progress = Progress()
     load = config.checkpoint.load
     choice = find(load, config.checkpoint.load_tag) if load else None
+    stored = None
     if load and choice is not None and (choice.folder is not None or choice.rejected):
-        folder = required(load, choice)
-        stored = stored_settings(folder, config)
+        stored = stored_settings(required(load, choice), config)
         config = with_checkpoint_settings(config, stored, Reporter(config, rank=1))
-        if not (config.checkpoint.finetune or config.checkpoint.reset_iteration):
-            progress = progress_from(open_checkpoint(folder).state["state"], folder)
+    progress = stored_progress(stored, config)
+    config = with_data_order(config, stored, progress)
+    continued = continued_data(config, stored, progress)
     batches = BatchSchedule.from_config(config)
     planned = planned_samples(config, batches)
     listed = ", ".join(
@@ -98,7 +102,7 @@ def build(config: Config, workers: int) -> None:
     def prepare(train: int, valid: int, test: int) -> Datasets:
         reading = Reading(verify=True, workers=workers)
         with index_cache.forwarded_messages(say):
-            return build_datasets(config, train, valid, test, reading=reading)
+            return build_datasets(config, train, valid, test, reading=reading, continued=continued)
 
     datasets = prepare(*planned)
     end = total_iterations(config, batches, progress)

@@ -232,6 +232,7 @@ class Source:
             return {"documents": documents, "starts": np.cumsum(starts)}
 
         if count < _IN_MEMORY:
+            self.indexed.check(key.first, key.stop)
             return Epoch(sizes, **build())
         made = dict[str, Epoch]()
 
@@ -284,8 +285,12 @@ class Cut(ABC):
         """Return the number of samples that do not reach into another epoch."""
 
     @abstractmethod
-    def slices(self, number: int) -> tuple[SequenceSlices, Int64Array | None]:
-        """Return the pieces of a sample, and the tokens that are no labels, if there are any."""
+    def slices(self, number: int) -> SequenceSlices:
+        """Return the pieces of a sample."""
+
+    def excluded(self, number: int) -> Int64Array | None:
+        """Return the tokens of a sample that are no labels, if there are any."""
+        return None
 
     @abstractmethod
     def inputs(self, numbers: Int64Array) -> Pieces:
@@ -399,14 +404,20 @@ class ConcatCut(Cut):
             done = stop
         return result * self.seq_length
 
-    def slices(self, number: int) -> tuple[SequenceSlices, Int64Array | None]:
+    def _sample(self, number: int) -> Segments:
         (start,) = self._starts(np.array([number])).tolist()
-        line = self._segments(start, start + self.seq_length + 1)
-        excluded = None
-        if line.ends.any():
-            after = np.cumsum(line.lengths)[line.ends]
-            excluded = after[after <= self.seq_length]
-        return SequenceSlices(line.sequences, line.offsets, line.lengths), excluded
+        return self._segments(start, start + self.seq_length + 1)
+
+    def slices(self, number: int) -> SequenceSlices:
+        line = self._sample(number)
+        return SequenceSlices(line.sequences, line.offsets, line.lengths)
+
+    def excluded(self, number: int) -> Int64Array | None:
+        if number * self.seq_length >= self._tail_start:  # only pieces end with labels
+            return None
+        line = self._sample(number)
+        after = np.cumsum(line.lengths)[line.ends]
+        return after[after <= self.seq_length]
 
     def inputs(self, numbers: Int64Array) -> Pieces:
         starts = self._starts(np.sort(numbers)).tolist()
@@ -535,12 +546,12 @@ class PackedCut(Cut):
             done = stop
         return listed
 
-    def slices(self, number: int) -> tuple[SequenceSlices, Int64Array | None]:
+    def slices(self, number: int) -> SequenceSlices:
         ((packing, bins),) = self._bins(np.array([number]))
         slices = packing.bin(int(bins[0]))
         if slices is None:
             raise DataError(f"bin {bins[0]} of the index is damaged")
-        return slices, None
+        return slices
 
     def inputs(self, numbers: Int64Array) -> Pieces:
         some = [packing.of(bins) for packing, bins in self._bins(np.sort(numbers))]

@@ -338,12 +338,11 @@ class SlicedDataset(SourceDataset):
         return self._indexed.where(slices, token)
 
 
-def check_prefix_size(request: IndexRequest) -> None:
-    """Raise DataError for a split that has too many sequences to number."""
-    if request.stop > INT32_MAX:
+def check_count(prefix: str, sequences: int) -> None:
+    """Raise DataError for too many sequences to number."""
+    if sequences > INT32_MAX:
         raise DataError(
-            f"{request.prefix}: more than {INT32_MAX} sequences: preprocess it in parts and "
-            "blend them"
+            f"{prefix}: more than {INT32_MAX} sequences: preprocess it in parts and blend them"
         )
 
 
@@ -363,7 +362,7 @@ class FileDataset(SlicedDataset):
         data_cache_path: StrPath | None = None,
         verify: bool = False,
     ) -> None:
-        check_prefix_size(request)
+        check_count(request.prefix, request.stop)
         self.name = request.prefix
         self.seq_length = request.seq_length
         self.tokens_per_epoch = request.tokens_per_epoch

@@ -17,6 +17,8 @@ from itertools import pairwise
 from megatron.data.interleave import Interleaving
 from megatron.untrusted import is_count
 
+_SHOWN = 8  # weights listed in a line
+
 
 @dataclass(frozen=True)
 class PhaseSource:
@@ -272,9 +274,14 @@ def changes(past: Sequence[Phase], now: Phase) -> list[Change]:
         {source.name: source.weight for source in phase.sources if source.name in same}
         for phase in (before, now)
     ]
-    shown = [f"{name} {weights[1][name]:.6g} (was {old:.6g})" for name, old in weights[0].items()]
-    if weights[0] != weights[1]:
-        found.append(Change(f"weights: {', '.join(shown)}"))
+    shown = [
+        f"{name} {weights[1][name]:.6g} (was {old:.6g})"
+        for name, old in weights[0].items()
+        if weights[1][name] != old
+    ]
+    if shown:
+        rest = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+        found.append(Change(f"weights: {', '.join(shown[:_SHOWN])}{rest}"))
     if (before.seq_length, before.packing) != (now.seq_length, now.packing):
         settings = [f"{p.seq_length} tokens, packed by {p.packing}" for p in (now, before)]
         text = "each source continues where it stopped, in samples of"

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from megatron.data.gpt_dataset import (
     SlicedDataset,
     Spans,
     TokenDataset,
+    check_count,
     damaged_index,
 )
 from megatron.data.history import (
@@ -37,6 +38,8 @@ from megatron.data.history import (
 from megatron.data.indexed_dataset import IndexedDataset, SequenceSlices
 
 ENDLESS = 1 << 62  # samples
+# A reader asks for tokens, pieces and marks of a sample one after another.
+_SAMPLES_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class SourceStream(SlicedDataset):
         self._settings = list(settings)
         self._cuts = list[Cut]()
         self._lock = threading.Lock()
+        self._kept = lru_cache(_SAMPLES_KEPT)(self._checked)
         self.seq_length = settings[-1].seq_length
         self.description = f"stream of {source.name}"
 
@@ -141,16 +145,16 @@ class SourceStream(SlicedDataset):
         return self._at(index)[0].seq_length
 
     def _slices(self, index: int) -> SequenceSlices:
-        return self._checked(index)[0]
+        return self._kept(index)
 
-    def _checked(self, index: int) -> tuple[SequenceSlices, Int64Array | None]:
+    def _checked(self, index: int) -> SequenceSlices:
         cut, number = self._at(index)
-        slices, excluded = cut.slices(number)
+        slices = cut.slices(number)
         tokens = int(slices.lengths.sum())
         packed = isinstance(cut, PackedCut)
         if tokens > cut.seq_length + 1 or not (packed or tokens == cut.seq_length + 1):
             raise damaged_index(self.name, index)
-        return slices, excluded
+        return slices
 
     def __len__(self) -> int:
         raise TypeError("a stream has no end")
@@ -163,10 +167,11 @@ class SourceStream(SlicedDataset):
     def loss_tokens(self, index: int, /) -> Int64Array | None:
         """Return which tokens the loss mask marks, without labels that do not follow their input."""
         marks = super().loss_tokens(index)
-        _, excluded = self._checked(index)
+        cut, number = self._at(index)
+        excluded = cut.excluded(number)
         if excluded is not None and len(excluded):
             if marks is None:
-                marks = np.ones(self._length(index) + 1, np.int64)
+                marks = np.ones(cut.seq_length + 1, np.int64)
             marks[excluded] = 0
         return marks
 
@@ -207,6 +212,7 @@ class Opening:
 
     def source(self, prefix: str, name: str) -> Source:
         indexed = self.open(prefix)
+        check_count(prefix, len(indexed))
         return Source(indexed, IndexFiles(indexed, self.data_cache_path, self.verify), name)
 
 
@@ -236,6 +242,7 @@ class StreamDataset(TokenDataset):
         self._size = size
         self._schedule = schedule
         self._opening = opening
+        self._kept = lru_cache(_SAMPLES_KEPT)(self._find)
         self._starts = [phase.start for phase in phases]
         self._orders = [phase.interleaving() for phase in phases]
         # for each phase, the number of samples that each of its streams gives before it
@@ -329,6 +336,9 @@ class StreamDataset(TokenDataset):
 
     def find(self, index: int) -> tuple[SourceStream, int]:
         """Return the stream of a sample, and the sample's number in it."""
+        return self._kept(index)
+
+    def _find(self, index: int) -> tuple[SourceStream, int]:
         ((stream, numbers),) = self.by_source(np.array([index]))
         assert isinstance(stream, SourceStream), "by_source yields streams"
         return stream, int(numbers[0])
