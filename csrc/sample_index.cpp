@@ -1,4 +1,5 @@
-// Builds the sample index: the document, and the offset in it, at which each sample starts.
+// Builds the sample index: the document, and the offset in it, at which each sample starts. Finds the documents of a
+// sample without it.
 
 #include "index_helpers.hpp"
 
@@ -7,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <stdexcept>
+#include <vector>
 
 namespace index_helpers {
 namespace {
@@ -89,6 +91,49 @@ Array<Index> build_sample_index(const Array<uint8_t>& sizes, const Array<int32_t
   return result;
 }
 
+template <typename Number>
+Array<Number> array_of(const std::vector<Number>& numbers) {
+  return Array<Number>(numbers.size(), numbers.data());
+}
+
+// Returns the sequences that have tokens begin .. end - 1 of the documents joined in this order, and the offset of the
+// first token and the number of tokens in each of them. starts[i] is the number of tokens before document i * stride; the
+// last entry counts all. Less than asked for is returned if a document is not in `sizes`, or if there are no more.
+py::tuple documents_between(const Array<uint8_t>& sizes, const Array<int32_t>& documents, const Array<int64_t>& starts,
+                            int64_t stride, int64_t begin, int64_t end) {
+  if (sizes.ndim() != 1 || documents.ndim() != 1 || starts.ndim() != 1) {
+    throw std::invalid_argument("expected one-dimensional arrays");
+  }
+  if (stride < 1 || begin < 0 || starts.shape(0) < 1 || starts.data()[0] > begin) {
+    throw std::invalid_argument("expected stride >= 1 and begin >= starts[0]");
+  }
+  const Sizes lengths(sizes.data(), sizes.shape(0) / 4);
+  const int32_t* document = documents.data();
+  const int64_t num_documents = documents.shape(0);
+  const int64_t* start = starts.data();
+  const int64_t num_starts = starts.shape(0);
+  std::vector<int32_t> sequences;
+  std::vector<int64_t> offsets;
+  std::vector<int64_t> counts;
+  {
+    py::gil_scoped_release release;
+    const int64_t block = std::upper_bound(start, start + num_starts, begin) - start - 1;
+    int64_t at = start[block];
+    for (int64_t i = block * stride; i < num_documents && at < end && lengths.has(document[i]); ++i) {
+      const int64_t next = at + lengths[document[i]];
+      const int64_t first = std::max(at, begin);
+      const int64_t stop = std::min(next, end);
+      if (stop > first) {
+        sequences.push_back(document[i]);
+        offsets.push_back(first - at);
+        counts.push_back(stop - first);
+      }
+      at = next;
+    }
+  }
+  return py::make_tuple(array_of(sequences), array_of(offsets), array_of(counts));
+}
+
 }  // namespace
 
 void bind_sample_index(py::module_& module) {
@@ -96,6 +141,8 @@ void bind_sample_index(py::module_& module) {
              py::arg("document_index").noconvert(), py::arg("seq_length"), py::arg("num_samples"));
   module.def("build_sample_index_int64", &build_sample_index<int64_t>, py::arg("sizes").noconvert(),
              py::arg("document_index").noconvert(), py::arg("seq_length"), py::arg("num_samples"));
+  module.def("documents_between", &documents_between, py::arg("sizes").noconvert(), py::arg("documents").noconvert(),
+             py::arg("starts").noconvert(), py::arg("stride"), py::arg("begin"), py::arg("end"));
 }
 
 }  // namespace index_helpers

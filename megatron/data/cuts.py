@@ -34,6 +34,7 @@ from megatron.data.indexed_dataset import (
     IndexedDataset,
     SequenceSlices,
     best_fit_pack,
+    documents_between,
     group_by_bin,
     shuffle,
 )
@@ -174,8 +175,9 @@ class Epoch:
 
     def __init__(self, sizes: Int32Array, documents: IntArray, starts: IntArray) -> None:
         self._sizes = sizes
-        self._documents = documents
-        self._starts = starts
+        # plain arrays: parts of numpy's memory maps are slow to make
+        self._documents = np.asarray(documents)
+        self._starts = np.asarray(starts)
 
     @property
     def tokens(self) -> int:
@@ -183,22 +185,11 @@ class Epoch:
 
     def segments(self, begin: int, end: int, start: int) -> Segments:
         """Return the documents in tokens begin .. end - 1, which begin at `start` of a line."""
-        first = int(np.searchsorted(self._starts, begin, side="right")) - 1
-        last = int(np.searchsorted(self._starts, end))
-        documents = self._documents[first * STRIDE : last * STRIDE]
-        sizes = self._sizes[documents].astype(np.int64)
-        stops = np.cumsum(sizes) + int(self._starts[first])
-        starts = np.maximum(stops - sizes, begin)
-        lengths = np.minimum(stops, end) - starts
-        some = lengths > 0
-        starts = starts[some]
-        return Segments(
-            starts - begin + start,
-            documents[some],
-            starts - (stops - sizes)[some],
-            lengths[some],
-            np.zeros(len(starts), bool),
+        documents, offsets, lengths = documents_between(
+            self._sizes, self._documents, self._starts, STRIDE, begin, end
         )
+        starts = np.cumsum(lengths) - lengths + start
+        return Segments(starts, documents, offsets, lengths, np.zeros(len(starts), bool))
 
 
 @dataclass(frozen=True)
@@ -342,6 +333,10 @@ class ConcatCut(Cut):
     def samples_per_epoch(self) -> int:
         return (self.tokens_per_epoch - 1) // self.seq_length
 
+    @cached_property
+    def _epoch_key(self) -> Callable[[int], EpochKey]:
+        return lru_cache(_EPOCHS_KEPT)(lambda number: replace(self.key, number=number))
+
     def _part(self, at: int) -> tuple[int, int, EpochKey | None, int]:
         """Return the part of the line with token `at`: begin, end, epoch, its first token.
 
@@ -354,7 +349,7 @@ class ConcatCut(Cut):
         size = self.tokens_per_epoch
         number = (at - self._epochs_start) // size
         begin = self._epochs_start + number * size
-        return begin, begin + size, replace(self.key, number=self.following + number), 0
+        return begin, begin + size, self._epoch_key(self.following + number), 0
 
     def _segments(self, begin: int, end: int) -> Segments:
         """Return the segments of tokens begin .. end - 1 of the line."""
@@ -373,11 +368,21 @@ class ConcatCut(Cut):
             return listed[0]
         return Segments(*map(np.concatenate, zip(*listed, strict=True)))
 
+    @cached_property
+    def _last_window(self) -> list[tuple[int, int, int]]:
+        return [(0, 0, 0)]
+
     def _window(self, number: int) -> tuple[int, int, int]:
         """Return the first and last + 1 of the samples shuffled with a sample, and their key.
 
         The sample that begins in one part of the line and ends in the next is read last.
         """
+        low, high, key = self._last_window[0]
+        if not low <= number < high:
+            self._last_window[0] = low, high, key = self._new_window(number)
+        return low, high, key
+
+    def _new_window(self, number: int) -> tuple[int, int, int]:
         length = self.seq_length
         begin, end, epoch, _ = self._part(number * length)
         first = -(-begin // length)

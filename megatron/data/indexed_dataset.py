@@ -453,7 +453,7 @@ try:
     from megatron.data import _index_helpers as compiled  # type: ignore[attr-defined,no-redef,unused-ignore]
 except ImportError:  # a checkout without built extensions: enough for planning and --mock-data
     compiled = None
-if getattr(compiled, "interface", None) != 4:  # built from an older csrc/index_helpers.cpp
+if getattr(compiled, "interface", None) != 5:  # built from an older csrc/index_helpers.cpp
     compiled = None
 
 INT32_MAX = 2**31 - 1
@@ -507,6 +507,24 @@ def build_sample_index(
         _loops().build_sample_index_int32 if small else _loops().build_sample_index_int64
     )
     return build(sizes.view(np.uint8), document_index, seq_length, num_samples)
+
+
+def documents_between(
+    sizes: Int32Array,
+    documents: IntArray,
+    starts: IntArray,
+    stride: int,
+    begin: int,
+    end: int,
+) -> SequenceSlices:
+    """Return the slices with tokens begin .. end - 1 of the documents, joined in this order.
+
+    `documents` are int32. starts[i], int64, is the number of tokens before documents[i * stride]; the last entry counts all. If
+    the documents are damaged, the slices have fewer tokens.
+    """
+    return SequenceSlices(
+        *_loops().documents_between(sizes.view(np.uint8), documents, starts, stride, begin, end)
+    )
 
 
 def build_blend_index(weights: Sequence[float], size: int) -> tuple[IntArray, Int64Array]:

@@ -1,5 +1,7 @@
 """Index loops in C++ against a literal reading of each definition."""
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -201,6 +203,35 @@ def test_gather_reads_arrays_that_are_not_aligned():
     gather_slices = indexed_dataset.compiled.gather_slices
     assert gather_slices(FIVE.view(np.uint8), 4, sizes, pointers, *slices, out)
     assert out.tolist() == [3, 4]
+
+
+# documents of a sample
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=30),
+    stride=st.integers(1, 9),
+    data=st.data(),
+)
+def test_documents_between(sizes, stride, data):
+    order = np.array(data.draw(st.permutations(range(len(sizes)))), np.int32)
+    line = [(document, i) for document in order.tolist() for i in range(sizes[document])]
+    begin = data.draw(st.integers(0, len(line)))
+    end = data.draw(st.integers(begin, len(line)))
+    before = np.array([0, *accumulate(sizes[document] for document in order)])
+    starts = np.append(before[:-1:stride], before[-1])
+    arrays = np.array(sizes, np.int32), order, starts
+    slices = indexed_dataset.documents_between(*arrays, stride, begin, end)
+    triples = list(zip(*map(np.ndarray.tolist, slices), strict=True))
+    assert [(d, o + i) for d, o, n in triples for i in range(n)] == line[begin:end]
+    assert len({d for d, _, _ in triples}) == len(triples) and all(n for _, _, n in triples)
+
+
+@pytest.mark.parametrize("document", [2, -1, 2**31 - 1])
+def test_documents_between_stops_at_a_damaged_document(document):
+    arrays = np.array([3, 4], np.int32), np.array([1, document], np.int32), np.array([0, 7])
+    slices = indexed_dataset.documents_between(*arrays, 2, 1, 6)
+    assert [array.tolist() for array in slices] == [[1], [1], [3]]
 
 
 # packing
