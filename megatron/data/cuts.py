@@ -248,6 +248,28 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where the reading of a source stands.
+
+    epochs           how often the source has been read
+    epoch            number of the epoch that it is in, from 1
+    window, windows  number of the window that it is in, from 1, and how many the epoch, or what a
+                     change left of it, has; packed samples have one
+    read, samples    how many samples of the window have been read, and how many it has
+    sequence, token  first token of the next sample: number of the sequence, and token in it
+    """
+
+    epochs: float
+    epoch: int
+    window: int
+    windows: int
+    read: int
+    samples: int
+    sequence: int
+    token: int
+
+
+@dataclass(frozen=True)
 class Cut(ABC):
     """Samples of `seq_length` inputs, and one more token as the last label.
 
@@ -298,6 +320,26 @@ class Cut(ABC):
     @abstractmethod
     def left(self, taken: int) -> Rest:
         """Return what is unread after `taken` samples of this cut."""
+
+    @abstractmethod
+    def place(self, taken: int) -> Place:
+        """Return where the reading stands after `taken` samples of this cut."""
+
+    def _place(
+        self, taken: int, epoch: int, samples: range, window: int = 0, windows: int = 1
+    ) -> Place:
+        """Return the place in window number `window` of an epoch, both from 0."""
+        slices, _ = self.slices(taken)
+        return Place(
+            self.epochs(taken),
+            epoch + 1,
+            window + 1,
+            windows,
+            taken - samples.start,
+            len(samples),
+            int(slices.sequences[0]),
+            int(slices.offsets[0]),
+        )
 
     @abstractmethod
     def prepare(self, taken: int, stop: int) -> None:
@@ -389,7 +431,7 @@ class ConcatCut(Cut):
         count = end // length - first
         if number >= first + count:
             return number, number + 1, 0
-        windows = max(1, round(count * length / WINDOW))
+        windows = self._windows(count)
         window = ((number - first + 1) * windows - 1) // count
         seed, of = (self.key.seed, -1) if epoch is None else (epoch.seed, epoch.number)
         return (
@@ -397,6 +439,10 @@ class ConcatCut(Cut):
             first + (window + 1) * count // windows,
             key_of(seed, of, window, self.following),
         )
+
+    def _windows(self, samples: int) -> int:
+        """Return the number of windows of these consecutive samples of one part of the line."""
+        return max(1, round(samples * self.seq_length / WINDOW))
 
     def _starts(self, numbers: Int64Array) -> Int64Array:
         """Return the first token in the line of each of these samples, which ascend."""
@@ -472,6 +518,19 @@ class ConcatCut(Cut):
         assert epoch is not None, "the pieces have been read"
         offset += tail - begin
         return Rest(pieces, epoch.number, epoch if offset else None, offset)
+
+    def place(self, taken: int) -> Place:
+        length = self.seq_length
+        begin, end, key, _ = self._part(taken * length)
+        epoch = self.following - 1 if key is None else key.number
+        low, high, _ = self._window(taken)
+        first = -(-begin // length)
+        count = end // length - first
+        if taken >= first + count:  # the sample at the end, which is no window's
+            return self._place(taken, epoch, range(low, high))
+        windows = self._windows(count)
+        window = ((low - first + 1) * windows - 1) // count
+        return self._place(taken, epoch, range(low, high), window, windows)
 
     def prepare(self, taken: int, stop: int) -> None:
         begin = taken * self.seq_length
@@ -586,6 +645,13 @@ class PackedCut(Cut):
         count = len(pieces.lengths)
         order = permute(np.arange(count), count, key_of(self.key.seed, epoch, -1))
         return Rest(pieces.at(order), epoch)
+
+    def place(self, taken: int) -> Place:
+        first, packing, _ = self._group(taken)
+        epoch = self.following - 1
+        if packing is self.whole:
+            epoch += 1 + (first - len(self._first)) // len(self.whole)
+        return self._place(taken, epoch, range(first, first + len(packing)))
 
     def prepare(self, taken: int, stop: int) -> None:
         self._group(taken)

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -292,6 +292,19 @@ class IndexFiles:
         load_or_build(description, names, directories, build_checked, fits=take, verify=self.verify)
 
 
+class Piece(NamedTuple):
+    """A piece of a document in a sample: a document may have several sequences.
+
+    token   its first token in the sequence
+    tokens  number of tokens
+    """
+
+    document: int
+    sequence: int
+    token: int
+    tokens: int
+
+
 class SlicedDataset(SourceDataset):
     """Samples concatenated from pieces of the sequences of data files.
 
@@ -329,6 +342,11 @@ class SlicedDataset(SourceDataset):
         marks = np.zeros(self._length(index) + 1, np.int64)
         self._indexed.gather_mask(slices, marks[: int(slices.lengths.sum())])
         return marks
+
+    def pieces(self, index: int, /) -> list[Piece]:
+        """Return what sample `index` has, its last label included, without padding."""
+        rows = zip(*(array.tolist() for array in self._slices(index)), strict=True)
+        return [Piece(self._indexed.document_of(sequence), sequence, *rest) for sequence, *rest in rows]
 
     def where(self, index: int, token: int = 0, /) -> str:
         """Return file, document and byte of a token of sample `index`, for messages."""

@@ -311,9 +311,13 @@ class IndexedDataset:
         piece = int(np.searchsorted(ends, token, side="right"))
         sequence = int(sequences[piece])
         offset = int(offsets[piece] + token - (ends[piece] - lengths[piece]))
-        document = int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+        document = self.document_of(sequence)
         byte = int(self.pointers[sequence]) + offset * self.dtype.itemsize
         return f"{self._bin_path}, document {document}, byte {byte}"
+
+    def document_of(self, sequence: int) -> int:
+        """Return the number of the document that has a sequence."""
+        return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
 
     def _byte_starts(self, slices: SequenceSlices) -> tuple[Int64Array, Int64Array]:
         """Return the byte of .bin at which each slice starts, and the lengths of the slices.

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from megatron.data.arrays import Int64Array, StrPath
-from megatron.data.cuts import ConcatCut, Cut, EpochKey, PackedCut, Rest, Source
+from megatron.data.cuts import ConcatCut, Cut, EpochKey, PackedCut, Place, Rest, Source
 from megatron.data.gpt_dataset import (
     BySource,
     IndexFiles,
@@ -61,23 +61,6 @@ class Settings:
         key = EpochKey(self.seed, 0, self.first, self.stop)
         kind = PackedCut if self.packing == "best-fit" else ConcatCut
         return kind(source, key, self.seq_length, rest.within(source, self.first, self.stop))
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a stream is.
-
-    epochs              how often the source has been read
-    sequence, token     first token of the next sample
-    window              samples of the window (or of the epoch, if packed) that it is in, and how
-                        many of them have been read
-    """
-
-    epochs: float
-    sequence: int
-    token: int
-    window: int
-    read: int
 
 
 class SourceStream(SlicedDataset):
@@ -194,10 +177,10 @@ class SourceStream(SlicedDataset):
             if first < min(end, stop) and start < stop:
                 self._cut(index).prepare(max(first, start) - start, min(end, stop) - start)
 
-    def epochs(self, number: int) -> float:
-        """Return how often the source has been read after `number` samples."""
-        index = max(0, bisect.bisect_left(self._starts, number) - 1)
-        return self._cut(index).epochs(number - self._starts[index])
+    def place(self, number: int) -> Place:
+        """Return where the reading stands after `number` samples."""
+        cut, taken = self._at(number)
+        return cut.place(taken)
 
 
 @dataclass(frozen=True)
@@ -224,6 +207,7 @@ class StreamDataset(TokenDataset):
     size       number of samples that the run is planned to read
     ends       whether the data end there; otherwise they have no end
     schedule   the phases of the settings, for a run that goes back to an earlier position
+    prepare    whether to open the sources and build their index files now, not when they are read
     """
 
     def __init__(
@@ -235,6 +219,7 @@ class StreamDataset(TokenDataset):
         schedule: Sequence[Scheduled] = (),
         *,
         ends: bool = False,
+        prepare: bool = True,
     ) -> None:
         self.phases = phases
         self._first = start
@@ -273,10 +258,12 @@ class StreamDataset(TokenDataset):
                 for source in phase.sources
             )
         )
-        with ThreadPoolExecutor(opening.workers) as pool:
-            list(pool.map(self._prepare, self._current))
+        if prepare:
+            with ThreadPoolExecutor(opening.workers) as pool:
+                list(pool.map(self._prepare, self._current))
 
-    def _stream(self, stream: tuple[str, int]) -> SourceStream:
+    def stream(self, stream: tuple[str, int]) -> SourceStream:
+        """Return a stream of any phase; its files are opened at the first call."""
         if stream not in self._streams:
             starts, settings = zip(*self._chains[stream], strict=True)
             source = self._opening.source(self._prefixes[stream], stream[0])
@@ -288,7 +275,7 @@ class StreamDataset(TokenDataset):
         first, stop = (
             self.taken(position)[stream] for position in (self._first, max(self._first, len(self)))
         )
-        self._stream(stream).prepare(first, stop)
+        self.stream(stream).prepare(first, stop)
 
     def taken(self, position: int) -> dict[tuple[str, int], int]:
         """Return how many samples each stream gives before a position."""
@@ -312,7 +299,7 @@ class StreamDataset(TokenDataset):
 
     @property
     def sources(self) -> tuple[SourceStream, ...]:
-        return tuple(map(self._stream, self._current))
+        return tuple(map(self.stream, self._current))
 
     def by_source(self, indices: Int64Array) -> BySource:
         phases = np.searchsorted(self._starts, indices, side="right") - 1
@@ -320,7 +307,7 @@ class StreamDataset(TokenDataset):
             phase = self.phases[number]
             which, samples = self._orders[number].find(indices[phases == number] - phase.start)
             for index in np.unique(which).tolist():
-                stream = self._stream(phase.sources[index].stream)
+                stream = self.stream(phase.sources[index].stream)
                 yield stream, samples[which == index] + self._before[number][index]
 
     def __len__(self) -> int:

@@ -1,6 +1,7 @@
 """Streams of data: over any changes of a run, each token of an epoch is read once before the next."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -62,6 +63,15 @@ class Reader:
         assert inner.max() - inner.min() <= 1, (stream.name, position)
         return len(used), stream
 
+    def check_place(self, stream, number):
+        place = stream.place(number)
+        sizes = self.sizes[stream.name]
+        assert stream[number][0] == sum(sizes[: place.sequence]) + place.token
+        assert 0 <= place.read < place.samples and 1 <= place.window <= place.windows
+        counts = np.delete(self.counts[stream.name], self.ends[stream.name])
+        assert {counts.min(), counts.max()} <= {place.epoch - 1, place.epoch}
+        return place
+
 
 @pytest.mark.parametrize("case", range(24))
 def test_each_token_of_an_epoch_once_over_any_changes(case, tmp_path, monkeypatch):
@@ -94,6 +104,7 @@ def test_each_token_of_an_epoch_once_over_any_changes(case, tmp_path, monkeypatc
             _, number = dataset.find(index)
             assert stream.tokens_in(np.array([number])) == count
             assert stream.spans(np.array([number]))[1].sum() == count
+            reader.check_place(stream, number + 1)
         position = stop
 
 
@@ -110,3 +121,23 @@ def test_phases_of_a_schedule():
         dataclasses.replace(s, phase=dataclasses.replace(s.phase, seq_length=20)) for s in schedule
     ]
     assert [p.start for p in continued_phases(begun[:1], 4, longer)] == [0, 4, 7]
+
+
+def test_windows_are_read_one_after_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(cuts, "WINDOW", 40)
+    prefix = write(tmp_path / "a", [30] * 10)
+    phase = Phase(0, 10, "concat", 1, (PhaseSource(1.0, prefix, prefix, 0, 10),))
+    dataset = StreamDataset((phase,), 0, 0, Opening(IndexedDataset))
+    stream = dataset.stream((prefix, 0))
+    places = [stream.place(number) for number in range(61)]
+    # 300 tokens: 30 samples in round(300 / 40) windows of 3 or 4 samples
+    sizes = [places[0].samples]
+    for before, now in itertools.pairwise(places[:30]):
+        if before.read + 1 < before.samples:
+            assert (now.window, now.read) == (before.window, before.read + 1)
+        else:
+            assert (now.window, now.read) == (before.window + 1, 0)
+            sizes.append(now.samples)
+    assert sum(sizes) == 30 and len(sizes) == places[0].windows == 8 and set(sizes) == {3, 4}
+    assert [places[number].epoch for number in (0, 29, 30, 60)] == [1, 1, 2, 3]
+    assert [places[number].epochs for number in (0, 15, 30, 60)] == [0, 0.5, 1, 2]
