@@ -31,6 +31,7 @@ from megatron.data.arrays import BoolArray, Int32Array, Int64Array, IntArray
 from megatron.data.gpt_dataset import BLOCK, IndexFiles, IndexRequest, spread, within
 from megatron.data.index_cache import Arrays
 from megatron.data.indexed_dataset import (
+    NO_SLICES,
     IndexedDataset,
     SequenceSlices,
     best_fit_pack,
@@ -85,45 +86,10 @@ class Segments(NamedTuple):
         )
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> SequenceSlices:
         """Return the tokens that are inputs in the loss."""
-        pieces = Pieces(self.sequences, self.offsets, self.lengths - self.ends)
+        pieces = SequenceSlices(self.sequences, self.offsets, self.lengths - self.ends)
         return pieces.at(pieces.lengths > 0)
-
-
-class Pieces(NamedTuple):
-    """Pieces of sequences whose tokens are yet to be read as inputs."""
-
-    sequences: IntArray
-    offsets: Int64Array
-    lengths: Int64Array
-
-    @classmethod
-    def joined(cls, *some: Pieces) -> Pieces:
-        return cls(*map(np.concatenate, zip(_NO_PIECES, *some, strict=True)))
-
-    def at(self, chosen: IntArray | BoolArray) -> Pieces:
-        return Pieces(self.sequences[chosen], self.offsets[chosen], self.lengths[chosen])
-
-    def ends_inside(self, sizes: Int32Array) -> BoolArray:
-        """Return which of the pieces end before their sequences do."""
-        return self.offsets + self.lengths < sizes[self.sequences]
-
-    def merged(self) -> Pieces:
-        """Return the pieces in the order of the data, those that adjoin each other as one."""
-        sequences, offsets, lengths = self.at(np.lexsort((self.offsets, self.sequences)))
-        new = np.ones(len(lengths), bool)
-        new[1:] = (np.diff(sequences) != 0) | (offsets[1:] != (offsets + lengths)[:-1])
-        first = np.flatnonzero(new)
-        sums = np.add.reduceat(lengths, first) if len(first) else lengths
-        return Pieces(sequences[first], offsets[first], sums)
-
-    def within(self, first: int, stop: int) -> Pieces:
-        """Return the pieces of sequences first .. stop - 1."""
-        return self.at((first <= self.sequences) & (self.sequences < stop))
-
-
-_NO_PIECES = Pieces(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 def key_of(*numbers: int) -> int:
@@ -151,7 +117,7 @@ class Rest:
     tail    the order of this epoch if its first `offset` tokens have been read; None: it is whole
     """
 
-    pieces: Pieces = _NO_PIECES
+    pieces: SequenceSlices = NO_SLICES
     epoch: int = 0
     tail: EpochKey | None = None
     offset: int = 0
@@ -162,7 +128,7 @@ class Rest:
             return replace(self, pieces=self.pieces.within(first, stop))
         epoch = source.epoch(self.tail)
         more = epoch.segments(self.offset, epoch.tokens, 0).pieces
-        pieces = Pieces.joined(self.pieces, more).within(first, stop)
+        pieces = SequenceSlices.joined(self.pieces, more).within(first, stop)
         return Rest(pieces, self.epoch + 1)
 
 
@@ -306,7 +272,7 @@ class Cut(ABC):
         return None
 
     @abstractmethod
-    def inputs(self, numbers: Int64Array) -> Pieces:
+    def inputs(self, numbers: Int64Array) -> SequenceSlices:
         """Return the tokens that these samples train on, as inputs."""
 
     @abstractmethod
@@ -329,7 +295,7 @@ class Cut(ABC):
         self, taken: int, epoch: int, samples: range, window: int = 0, windows: int = 1
     ) -> Place:
         """Return the place in window number `window` of an epoch, both from 0."""
-        slices, _ = self.slices(taken)
+        slices = self.slices(taken)
         return Place(
             self.epochs(taken),
             epoch + 1,
@@ -470,9 +436,9 @@ class ConcatCut(Cut):
         after = np.cumsum(line.lengths)[line.ends]
         return after[after <= self.seq_length]
 
-    def inputs(self, numbers: Int64Array) -> Pieces:
+    def inputs(self, numbers: Int64Array) -> SequenceSlices:
         starts = self._starts(np.sort(numbers)).tolist()
-        return Pieces.joined(
+        return SequenceSlices.joined(
             *(self._segments(start, start + self.seq_length).pieces for start in starts)
         )
 
@@ -497,7 +463,7 @@ class ConcatCut(Cut):
         length = self.seq_length
         low, high, key = self._window(taken)
         tail = low * length
-        pieces = _NO_PIECES
+        pieces = NO_SLICES
         if taken > low:
             unread = np.ones(high - low, bool)
             unread[permute(np.arange(taken - low), high - low, key)] = False
@@ -512,7 +478,7 @@ class ConcatCut(Cut):
                 pieces = line.between(begins, ends).pieces
         if tail < self._tail_start:
             more = self._segments(tail, self._tail_start).pieces
-            pieces = Pieces.joined(pieces, more)
+            pieces = SequenceSlices.joined(pieces, more)
             tail = self._tail_start
         begin, _, epoch, offset = self._part(tail)
         assert epoch is not None, "the pieces have been read"
@@ -573,7 +539,7 @@ class PackedCut(Cut):
         if (tail := self.rest.tail) is not None:
             epoch = self.source.epoch(tail)
             line = epoch.segments(self.rest.offset, epoch.tokens, 0)
-            pieces = Pieces.joined(pieces, line.pieces)
+            pieces = SequenceSlices.joined(pieces, line.pieces)
         pieces = pieces.merged()
         tokens = pieces.lengths + pieces.ends_inside(self.source.indexed.sizes)
         which, begins, lengths = cut_pieces(tokens, self.seq_length)
@@ -617,9 +583,9 @@ class PackedCut(Cut):
             raise DataError(f"bin {bins[0]} of the index is damaged")
         return slices
 
-    def inputs(self, numbers: Int64Array) -> Pieces:
+    def inputs(self, numbers: Int64Array) -> SequenceSlices:
         some = [packing.of(bins) for packing, bins in self._bins(np.sort(numbers))]
-        pieces = Pieces.joined(*(Pieces(*slices) for slices in some))
+        pieces = SequenceSlices.joined(*(SequenceSlices(*slices) for slices in some))
         return pieces._replace(lengths=pieces.lengths - 1)
 
     def tokens_in(self, numbers: Int64Array) -> int:
@@ -640,7 +606,7 @@ class PackedCut(Cut):
         if taken == first and packing is self.whole:
             return Rest(epoch=epoch - 1)
         bins = permute(np.arange(taken - first, len(packing)), len(packing), key)
-        pieces = Pieces(*packing.of(bins))
+        pieces = packing.of(bins)
         pieces = pieces._replace(lengths=pieces.lengths - 1).merged()
         count = len(pieces.lengths)
         order = permute(np.arange(count), count, key_of(self.key.seed, epoch, -1))

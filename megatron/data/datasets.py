@@ -31,8 +31,8 @@ from megatron.data.gpt_dataset import (
     UserDataset,
 )
 from megatron.data.history import (
-    Phase,
-    Phases,
+    DataPhase,
+    DataPhases,
     PhaseSource,
     Scheduled,
     changes,
@@ -78,7 +78,7 @@ class ContinuedData:
     replaced   prefixes of files that have other content than before
     """
 
-    past: Mapping[str, Phases] = field(default_factory=dict)
+    past: Mapping[str, DataPhases] = field(default_factory=dict)
     positions: Mapping[str, int] = field(default_factory=dict)
     replaced: frozenset[str] = frozenset()
 
@@ -282,7 +282,7 @@ def scheduled_phases(
     plan: SplitPlan,
     opened: Callable[[str], IndexedDataset],
     index: int,
-    past: Sequence[Phase],
+    past: Sequence[DataPhase],
     replaced: Collection[str] = (),
 ) -> list[Scheduled]:
     """Return the phases of split number `index` (train, valid, test); [] if it has no data.
@@ -300,7 +300,7 @@ def scheduled_phases(
             if indexed.tokens_between(*bounds):
                 sources.append(PhaseSource(source.weight, source.prefix, source.prefix, *bounds))
         total = sum(source.weight for source in sources)
-        phase = Phase(
+        phase = DataPhase(
             start=0,
             seq_length=config.model.seq_length,
             packing=config.data.data_packing,
@@ -469,7 +469,7 @@ def _build_stream(
     return StreamDataset(phases, position, num_samples, opening, schedule)
 
 
-def refuse_changes(data: DataConfig, past: Phases, phases: Phases, position: int) -> None:
+def refuse_changes(data: DataConfig, past: DataPhases, phases: DataPhases, position: int) -> None:
     """Raise ConfigError for a change of the training data that --allow-data-changes does not have."""
     now = [phase for phase in phases if phase.start <= position][-1]
     refused = [

@@ -23,7 +23,7 @@ from megatron.data.datasets import (
     scheduled_phases,
 )
 from megatron.data.history import (
-    Phases,
+    DataPhases,
     Scheduled,
     continued_phases,
     epochs_before,
@@ -194,7 +194,7 @@ class _Reads:
     position  where the run continues
     """
 
-    phases: Phases
+    phases: DataPhases
     current: Sequence[Scheduled]
     tokens: Mapping[tuple[str, int], int]
     position: int
@@ -204,7 +204,7 @@ class _Reads:
         cls,
         scheduled: Sequence[Scheduled],
         opened: Mapping[str, IndexedDataset],
-        past: Phases,
+        past: DataPhases,
         position: int,
     ) -> _Reads:
         done = tokens_before(past, position)

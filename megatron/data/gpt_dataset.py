@@ -346,7 +346,9 @@ class SlicedDataset(SourceDataset):
     def pieces(self, index: int, /) -> list[Piece]:
         """Return what sample `index` has, its last label included, without padding."""
         rows = zip(*(array.tolist() for array in self._slices(index)), strict=True)
-        return [Piece(self._indexed.document_of(sequence), sequence, *rest) for sequence, *rest in rows]
+        return [
+            Piece(self._indexed.document_of(sequence), sequence, *rest) for sequence, *rest in rows
+        ]
 
     def where(self, index: int, token: int = 0, /) -> str:
         """Return file, document and byte of a token of sample `index`, for messages."""

@@ -44,7 +44,7 @@ class PhaseSource:
 
 
 @dataclass(frozen=True)
-class Phase:
+class DataPhase:
     """What determines the order of samples from position `start` on.
 
     packing  value of --data-packing
@@ -66,7 +66,7 @@ class Phase:
         return dict(zip([source.stream for source in self.sources], counts, strict=True))
 
 
-Phases = tuple[Phase, ...]
+DataPhases = tuple[DataPhase, ...]
 
 
 @dataclass(frozen=True)
@@ -74,27 +74,29 @@ class Scheduled:
     """A phase of a run's settings, which begins after `tokens` tokens of the run's data."""
 
     tokens: int
-    phase: Phase
+    phase: DataPhase
 
 
-def stretches(phases: Sequence[Phase], end: int) -> Iterator[tuple[Phase, int]]:
+def stretches(phases: Sequence[DataPhase], end: int) -> Iterator[tuple[DataPhase, int]]:
     """Yield each phase with its number of samples before position `end`."""
     starts = [phase.start for phase in phases] + [max(end, phases[-1].start)] if phases else []
     for phase, (start, stop) in zip(phases, pairwise(starts), strict=True):
         yield phase, max(0, min(stop, end) - start)
 
 
-def tokens_before(phases: Sequence[Phase], position: int) -> int:
+def tokens_before(phases: Sequence[DataPhase], position: int) -> int:
     """Return the number of tokens in the samples before a position."""
     return sum(phase.seq_length * samples for phase, samples in stretches(phases, position))
 
 
-def begun(phases: Iterable[Phase], position: int) -> Phases:
+def begun(phases: Iterable[DataPhase], position: int) -> DataPhases:
     """Return the phases that have begun before a position."""
     return tuple(phase for phase in phases if phase.start < position)
 
 
-def continued_phases(past: Sequence[Phase], position: int, schedule: Sequence[Scheduled]) -> Phases:
+def continued_phases(
+    past: Sequence[DataPhase], position: int, schedule: Sequence[Scheduled]
+) -> DataPhases:
     """Return the phases of a run that continues from `position`: `past` ones, then scheduled ones.
 
     The first scheduled phase begins after 0 tokens. The one that holds at `position` continues the
@@ -115,7 +117,7 @@ def continued_phases(past: Sequence[Phase], position: int, schedule: Sequence[Sc
 
 
 def epochs_before(
-    phases: Sequence[Phase], end: int, tokens: Mapping[tuple[str, int], int]
+    phases: Sequence[DataPhase], end: int, tokens: Mapping[tuple[str, int], int]
 ) -> dict[tuple[str, int], float]:
     """Return how often each stream is read before position `end`.
 
@@ -131,7 +133,7 @@ def epochs_before(
 
 
 def named(
-    sources: Sequence[PhaseSource], past: Sequence[Phase], replaced: Collection[str] = ()
+    sources: Sequence[PhaseSource], past: Sequence[DataPhase], replaced: Collection[str] = ()
 ) -> tuple[PhaseSource, ...]:
     """Return sources with the names and generations of their streams.
 
@@ -166,21 +168,21 @@ def named(
     return tuple(result)
 
 
-def to_record(phases: Iterable[Phase]) -> list[dict[str, object]]:
+def to_record(phases: Iterable[DataPhase]) -> list[dict[str, object]]:
     """Return phases as in a checkpoint."""
     return [
         {
-            **{f.name: getattr(phase, f.name) for f in dataclasses.fields(Phase)},
+            **{f.name: getattr(phase, f.name) for f in dataclasses.fields(DataPhase)},
             "sources": [dataclasses.astuple(source) for source in phase.sources],
         }
         for phase in phases
     ]
 
 
-def from_record(record: object) -> Phases:
+def from_record(record: object) -> DataPhases:
     """Return the phases in a checkpoint. Raises ValueError if they are damaged."""
-    phases = list[Phase]()
-    names = {field.name for field in dataclasses.fields(Phase)}
+    phases = list[DataPhase]()
+    names = {field.name for field in dataclasses.fields(DataPhase)}
     for entry in record if isinstance(record, list) else [None]:
         if not isinstance(entry, dict) or entry.keys() != names:
             raise ValueError("not a list of phases")
@@ -190,7 +192,7 @@ def from_record(record: object) -> Phases:
         counts = [entry[name] for name in ("start", "seq_length", "seed")]
         if not all(map(is_count, counts)) or not isinstance(entry["packing"], str):
             raise ValueError("a phase with invalid settings")
-        phase = Phase(**{**entry, "sources": tuple(map(_source, sources))})
+        phase = DataPhase(**{**entry, "sources": tuple(map(_source, sources))})
         begins = phase.start > phases[-1].start if phases else phase.start == 0
         if not begins or not phase.seq_length:
             raise ValueError("phases out of order")
@@ -229,7 +231,7 @@ class Change:
     needs: str = ""
 
 
-def changes(past: Sequence[Phase], now: Phase) -> list[Change]:
+def changes(past: Sequence[DataPhase], now: DataPhase) -> list[Change]:
     """Return the differences between the last past phase and the one that continues it."""
     if not past:
         return []

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.data.arrays import Int32Array, Int64Array, IntArray, StrPath
+from megatron.data.arrays import BoolArray, Int32Array, Int64Array, IntArray, StrPath
 from megatron.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -110,6 +110,33 @@ class SequenceSlices(NamedTuple):
     sequences: IntArray
     offsets: Int64Array
     lengths: Int64Array
+
+    @classmethod
+    def joined(cls, *some: SequenceSlices) -> SequenceSlices:
+        return cls(*map(np.concatenate, zip(NO_SLICES, *some, strict=True)))
+
+    def at(self, chosen: IntArray | BoolArray) -> SequenceSlices:
+        return SequenceSlices(self.sequences[chosen], self.offsets[chosen], self.lengths[chosen])
+
+    def ends_inside(self, sizes: Int32Array) -> BoolArray:
+        """Return which of the pieces end before their sequences do."""
+        return self.offsets + self.lengths < sizes[self.sequences]
+
+    def merged(self) -> SequenceSlices:
+        """Return the pieces in the order of the data, those that adjoin each other as one."""
+        sequences, offsets, lengths = self.at(np.lexsort((self.offsets, self.sequences)))
+        new = np.ones(len(lengths), bool)
+        new[1:] = (np.diff(sequences) != 0) | (offsets[1:] != (offsets + lengths)[:-1])
+        first = np.flatnonzero(new)
+        sums = np.add.reduceat(lengths, first) if len(first) else lengths
+        return SequenceSlices(sequences[first], offsets[first], sums)
+
+    def within(self, first: int, stop: int) -> SequenceSlices:
+        """Return the pieces of sequences first .. stop - 1."""
+        return self.at((first <= self.sequences) & (self.sequences < stop))
+
+
+NO_SLICES = SequenceSlices(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class IndexedDataset:
@@ -523,8 +550,8 @@ def documents_between(
 ) -> SequenceSlices:
     """Return the slices with tokens begin .. end - 1 of the documents, joined in this order.
 
-    `documents` are int32. starts[i], int64, is the number of tokens before documents[i * stride]; the last entry counts all. If
-    the documents are damaged, the slices have fewer tokens.
+    `documents` are int32. starts[i], int64, is the number of tokens before documents[i * stride];
+    the last entry counts all. If the documents are damaged, the slices have fewer tokens.
     """
     return SequenceSlices(
         *_loops().documents_between(sizes.view(np.uint8), documents, starts, stride, begin, end)

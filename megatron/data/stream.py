@@ -27,8 +27,8 @@ from megatron.data.gpt_dataset import (
     damaged_index,
 )
 from megatron.data.history import (
-    Phase,
-    Phases,
+    DataPhase,
+    DataPhases,
     PhaseSource,
     Scheduled,
     begun,
@@ -43,7 +43,7 @@ _SAMPLES_KEPT = 64
 
 
 @dataclass(frozen=True)
-class Settings:
+class CutSettings:
     """What a source's cut depends on; a change begins another cut."""
 
     seq_length: int
@@ -53,7 +53,7 @@ class Settings:
     stop: int
 
     @classmethod
-    def of(cls, phase: Phase, source: PhaseSource) -> Settings:
+    def of(cls, phase: DataPhase, source: PhaseSource) -> CutSettings:
         return cls(phase.seq_length, phase.packing, phase.seed, source.first, source.stop)
 
     def cut(self, source: Source, rest: Rest) -> Cut:
@@ -70,7 +70,7 @@ class SourceStream(SlicedDataset):
     """
 
     def __init__(
-        self, source: Source, starts: Sequence[int], settings: Sequence[Settings], pad_id: int
+        self, source: Source, starts: Sequence[int], settings: Sequence[CutSettings], pad_id: int
     ) -> None:
         self.name = source.name
         self._source = source
@@ -212,7 +212,7 @@ class StreamDataset(TokenDataset):
 
     def __init__(
         self,
-        phases: Phases,
+        phases: DataPhases,
         start: int,
         size: int,
         opening: Opening,
@@ -233,13 +233,13 @@ class StreamDataset(TokenDataset):
         # for each phase, the number of samples that each of its streams gives before it
         self._before = list[list[int]]()
         counted = dict[tuple[str, int], int]()
-        chains = dict[tuple[str, int], list[tuple[int, Settings]]]()
+        chains = dict[tuple[str, int], list[tuple[int, CutSettings]]]()
         prefixes = dict[tuple[str, int], str]()
         for phase, samples in stretches(phases, phases[-1].start):
             self._before.append([counted.get(each.stream, 0) for each in phase.sources])
             for source, before in zip(phase.sources, self._before[-1], strict=True):
                 chain = chains.setdefault(source.stream, [])
-                settings = Settings.of(phase, source)
+                settings = CutSettings.of(phase, source)
                 if chain and chain[-1][0] == before:  # nothing was read with the last ones
                     chain.pop()
                 if not chain or chain[-1][1] != settings:
@@ -285,7 +285,7 @@ class StreamDataset(TokenDataset):
                 taken[stream] += count
         return taken
 
-    def go_back(self, past: Phases, position: int) -> None:
+    def go_back(self, past: DataPhases, position: int) -> None:
         """Continue from an earlier position, with the phases before it."""
         if position < self._first:
             phases = continued_phases(past, position, self._schedule)
@@ -293,7 +293,7 @@ class StreamDataset(TokenDataset):
                 vars(StreamDataset(phases, position, self._size, self._opening, self._schedule))
             )
 
-    def begun(self, position: int) -> Phases:
+    def begun(self, position: int) -> DataPhases:
         """Return the phases that have begun before a position."""
         return begun(self.phases, position)
 

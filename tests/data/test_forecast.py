@@ -5,7 +5,7 @@ import pytest
 from megatron.config import Config
 from megatron.data.datasets import ContinuedData
 from megatron.data.forecast import check_data
-from megatron.data.history import Phase, PhaseSource
+from megatron.data.history import DataPhase, PhaseSource
 from megatron.errors import ConfigError
 from tests.helpers.indexed import write_documents
 
@@ -53,7 +53,7 @@ def test_epochs_of_a_resumed_run(files):
     """Before position 250, the run read 2000 tokens of code alone; 50 samples of 16 follow."""
     web, code, _ = files
     source = PhaseSource(1.0, code, code, 0, 100)
-    past = (Phase(0, 8, "concat", 1234, (source,)),)
+    past = (DataPhase(0, 8, "concat", 1234, (source,)),)
     continued = ContinuedData({"train": past}, {"train": 250})
     blend = dict(data_path=("1", web, "1", code), seq_length=16)
     expected = {web: (0, 400 / 4000), code: (2, 2.4)}

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.data import cuts
 from megatron.data.history import (
-    Phase,
+    DataPhase,
     PhaseSource,
     Scheduled,
     continued_phases,
@@ -94,7 +94,7 @@ def test_each_token_of_an_epoch_once_over_any_changes(case, tmp_path, monkeypatc
         )
         length = int(random.choice([1, 4, 7, 16, 33]))
         packing = str(random.choice(packings))
-        now = Phase(0, length, packing, int(random.randint(3)), sources)
+        now = DataPhase(0, length, packing, int(random.randint(3)), sources)
         phases = from_record(to_record(continued_phases(phases, position, [Scheduled(0, now)])))
         stop = position + random.randint(1, 200)
         dataset = StreamDataset(phases, position, stop, Opening(opened.__getitem__))
@@ -110,7 +110,7 @@ def test_each_token_of_an_epoch_once_over_any_changes(case, tmp_path, monkeypatc
 
 def test_phases_of_a_schedule():
     sources = [(PhaseSource(1.0, p, p, 0, 9),) for p in "ab"]
-    first, second = (Phase(0, 10, "concat", 1, s) for s in sources)
+    first, second = (DataPhase(0, 10, "concat", 1, s) for s in sources)
     schedule = [Scheduled(0, first), Scheduled(95, second)]
     begun = continued_phases((), 0, schedule)
     assert [phase.start for phase in begun] == [0, 10]
@@ -126,7 +126,7 @@ def test_phases_of_a_schedule():
 def test_windows_are_read_one_after_another(tmp_path, monkeypatch):
     monkeypatch.setattr(cuts, "WINDOW", 40)
     prefix = write(tmp_path / "a", [30] * 10)
-    phase = Phase(0, 10, "concat", 1, (PhaseSource(1.0, prefix, prefix, 0, 10),))
+    phase = DataPhase(0, 10, "concat", 1, (PhaseSource(1.0, prefix, prefix, 0, 10),))
     dataset = StreamDataset((phase,), 0, 0, Opening(IndexedDataset))
     stream = dataset.stream((prefix, 0))
     places = [stream.place(number) for number in range(61)]

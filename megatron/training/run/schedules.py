@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 from megatron.config.duration import show_duration
 from megatron.config.option import MOST_SAMPLES
 from megatron.config.phases import PHASED, parse_batch_sizes, parse_curriculum, parse_phases
-from megatron.data.history import Phases, from_record
+from megatron.data.history import DataPhases, from_record
 from megatron.data.order import SampleOrder, merged
 from megatron.engine.optimizer_state import StepValues
 from megatron.errors import ConfigError
@@ -206,7 +206,7 @@ class Progress:
             return self.consumed_valid_samples
         return SampleOrder(0, left_out=merged(self.left_out)).position(self.consumed_samples)
 
-    def past(self, split: str = "train") -> Phases:
+    def past(self, split: str = "train") -> DataPhases:
         """Return the phases of the data that have begun. Raises ValueError if they are damaged."""
         return from_record(self.history.get(split, []))
 

@@ -38,6 +38,7 @@ def data(tmp_path):
 def config(prefixes, **changes):
     fields = dict(
         vocab_size=6000,
+        data_order="megatron",
         global_batch_size=BATCH,
         train_iters=20,
         split="1",
