@@ -292,7 +292,7 @@ class IndexFiles:
         load_or_build(description, names, directories, build_checked, fits=take, verify=self.verify)
 
 
-class Piece(NamedTuple):
+class SamplePiece(NamedTuple):
     """A piece of a document in a sample: a document may have several sequences.
 
     token   its first token in the sequence
@@ -343,11 +343,11 @@ class SlicedDataset(SourceDataset):
         self._indexed.gather_mask(slices, marks[: int(slices.lengths.sum())])
         return marks
 
-    def pieces(self, index: int, /) -> list[Piece]:
+    def pieces(self, index: int, /) -> list[SamplePiece]:
         """Return what sample `index` has, its last label included, without padding."""
         rows = zip(*(array.tolist() for array in self._slices(index)), strict=True)
         return [
-            Piece(self._indexed.document_of(sequence), sequence, *rest) for sequence, *rest in rows
+            SamplePiece(self._indexed.document_of(sequence), sequence, *rest) for sequence, *rest in rows
         ]
 
     def where(self, index: int, token: int = 0, /) -> str:

@@ -118,7 +118,7 @@ def test_each_setting_of_a_run_that_differs_is_named(tmp_path):
     assert named > 150
 
 
-SOME = ("seed", "train_iters", "hidden_dropout", "clip_grad", "dataloader_type", "no_load_optim")
+SOME = ("lr", "train_iters", "hidden_dropout", "clip_grad", "weight_decay", "no_load_optim")
 GROUPS = 6
 
 
