@@ -7,7 +7,9 @@ from megatron.data.datasets import ContinuedData
 from megatron.data.forecast import check_data
 from megatron.data.history import DataPhase, PhaseSource
 from megatron.errors import ConfigError
+from megatron.jobs import check_job
 from tests.helpers.indexed import write_documents
+from tests.helpers.launching import TINY, launch
 
 
 @pytest.fixture
@@ -102,3 +104,27 @@ def test_of_many_sources_the_most_read_are_listed(tmp_path):
     forecast, _ = check(300, data_path=blend)
     assert [s.name for s in forecast.sources] == files
     assert len(forecast.table) == 1 + 24 + 1 and "6" in forecast.table[-1]
+
+
+@pytest.mark.slow
+def test_preflight_foresees_the_epochs_of_a_resumed_run(files, tmp_path):
+    """After 32 samples of 32 tokens of code, half of the next 32 are of code."""
+    web, code, _ = files
+    folder = str(tmp_path / "run")
+    run = [word for word in TINY if word != "--mock-data"]
+    run += ["--save", folder, "--load", folder, "--split", "1"]
+    (done,) = launch(1, [*run, "--data-path", code])
+    assert done is not None and done.code == 0 and "1.02 epochs" in done.output, done
+    longer = [*run, "--train-iters", "8", "--data-path", "1", web, "1", code]
+
+    def check(*more):
+        job = check_job.check(["--", "python", "pretrain_gpt.py", *longer, *more], "none")
+        return job.known.get("data", ""), [
+            text for _, about, text in job.findings if about == "data"
+        ]
+
+    shown, _ = check()
+    row = next(line.split() for line in shown.splitlines() if line.endswith(code))
+    assert [float(word) for word in row[:2]] == [1.54, 1.02]
+    assert "--max-epochs 1.5" in check("--max-epochs", "1.5")[1][0]
+    assert "--allow-data-changes seed" in check("--seed", "5")[1][0]

@@ -15,10 +15,13 @@ import torch
 from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config
 from megatron.config.command_line import parse_plan
+from megatron.config.option import MOST
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.settings import cluster_of_environment
-from megatron.data.tokenizer import with_vocabulary
-from megatron.errors import MegatronError
+from megatron.config.validate import DATA
+from megatron.data.forecast import check_data
+from megatron.data.tokenizer import Tokenizer, with_vocabulary
+from megatron.errors import DataError, MegatronError
 from megatron.model.gpt import hidden_state, model_sizes
 from megatron.pipeline.orders import ORDERS, SENDS_IN_FLIGHT, group_sizes
 from megatron.pipeline.schedule import build_schedule
@@ -44,7 +47,7 @@ from megatron.planner.stage import stages_on
 from megatron.planner.table import Table
 from megatron.planner.timing import dispatch_choice, estimate
 from megatron.planner.trace import sized
-from megatron.training.run.schedules import Schedules, run_costs
+from megatron.training.run.schedules import BatchSchedule, Schedules, planned_samples, run_costs
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 
@@ -329,6 +332,7 @@ def _describe(error: BaseException) -> str:
 
 
 EXIT_DOES_NOT_RUN = 3
+_LENGTHS = {"train_iters", "train_samples", "train_tokens"}
 _WIDTH = 120
 _ACROSS = 8  # kinds of ranks in one table
 
@@ -345,7 +349,8 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
     config = parse_plan(words, pieces, settings_to_take)
     name = config.parallel.cluster or cluster_of_environment()
     cluster = None if name in (None, "none") else load_cluster(name)
-    config, _, unknown = with_vocabulary(config)
+    config, tokenizer, unknown = with_vocabulary(config)
+    epochs = [*_epochs(config, tokenizer, not unknown)]
     assumed = (
         "GPT-2's vocabulary"
         if config.model.vocab_size is None
@@ -357,7 +362,7 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
     rehearsal = rehearse(config, cluster)
     print(render(rehearsal))
     if not rehearsal.findings:
-        for line in _time_and_cost(config, cluster):
+        for line in (*_time_and_cost(config, cluster), *epochs):
             print(line)
     for note in (*notes, *config.notices):
         print(f"note: {note}")
@@ -377,7 +382,7 @@ def _time_and_cost(config: Config, cluster: Cluster | None) -> Iterator[str]:
                 yield choice.words
         except MegatronError as problem:
             yield f"the time of a step is not predicted: {problem}"
-    if {"train_iters", "train_samples", "train_tokens"} & config.explicit.keys():
+    if _LENGTHS & config.explicit.keys():
         costs = run_costs(config, model_sizes(config), nodes)
         time = ""
         if step is not None:
@@ -385,6 +390,24 @@ def _time_and_cost(config: Config, cluster: Cluster | None) -> Iterator[str]:
             time = f"; {costs.time} (predicted), without starts, evaluations and saves"
         yield f"the whole run: {costs.size}{time}"
         yield f"schedule: {Schedules.from_config(config)}"
+
+
+def _epochs(config: Config, tokenizer: Tokenizer | None, knows_vocabulary: bool) -> Iterator[str]:
+    """Describe how often a run of known length reads its data. Raises ConfigError (--max-epochs)."""
+    if not (_LENGTHS & config.explicit.keys() and {*DATA} & config.explicit.keys()):
+        return
+    samples = planned_samples(config, BatchSchedule.from_config(config))[0]
+    if not knows_vocabulary:  # so that no id counts as out of range
+        config = config.replace(vocab_size=MOST)
+    try:
+        foreseen, notices = check_data(config, tokenizer, samples)
+    except DataError as problem:
+        yield f"the epochs of the data are not known: {problem}"
+        return
+    if foreseen.sources:
+        yield "\n  ".join([f"the run reads {foreseen.summary}", *foreseen.table])
+    for note in (*notices, *filter(None, [foreseen.warning])):
+        yield f"note: {note}"
 
 
 def _heading(config: Config, cluster: Cluster | None) -> str:

@@ -12,6 +12,7 @@ from megatron.planner.dryrun import rehearsal
 from megatron.planner.dryrun.rehearsal import dry_run, settled
 from megatron.planner.memory import CATEGORIES
 from megatron.planner.timing import estimate
+from tests.helpers.indexed import write_documents
 from tests.helpers.launching import launch
 
 SMALL = (
@@ -85,6 +86,14 @@ def test_a_job_of_known_length_and_machine_has_a_cost(capsys):
     assert len(shares) > 3 and abs(sum(shares) - 100) < 0.1 * len(shares)
     node_hours = 2 * 9e7 * seconds / 3600
     assert f"{node_hours:,.0f} node-hours" in printed and f"{90_000_000 * 8 * 64:,} " in printed
+
+
+def test_a_run_reads_its_data_at_most_as_often_as_allowed(tmp_path):
+    """100 samples of 64 tokens are 4 epochs of 160 documents of 10."""
+    prefix = write_documents(tmp_path / "a", [[1] * 10] * 160)
+    data = ["--data-path", prefix, "--split", "1", "--train-samples", "100", "--max-epochs", "3"]
+    with pytest.raises(ConfigError, match=rf" 4 epochs of {prefix}"):
+        dry_run([*SMALL, *data])
 
 
 @pytest.mark.parametrize(
