@@ -124,7 +124,7 @@ def test_preflight_foresees_the_epochs_of_a_resumed_run(files, tmp_path):
         ]
 
     shown, _ = check()
-    row = next(line.split() for line in shown.splitlines() if line.endswith(code))
+    row = next(line.split() for line in shown.splitlines()[2:] if line.endswith(code))
     assert [float(word) for word in row[:2]] == [1.54, 1.02]
     assert "--max-epochs 1.5" in check("--max-epochs", "1.5")[1][0]
     assert "--allow-data-changes seed" in check("--seed", "5")[1][0]
