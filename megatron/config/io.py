@@ -255,9 +255,9 @@ class DataConfig:
         None,
         "Blends of the training data by tokens of the run: phases TOKENS: WEIGHT NAME WEIGHT NAME "
         "..., separated by commas or line ends, such as '0: 0.7 web 0.3 code, 900B: 0.5 code 0.5 "
-        "math'. NAME is a prefix, or the name of a file of --data-path, --train-data-path or "
-        "--data-file-list without its folder. Their weights hold before the first phase; without "
-        "them the schedule gives the data.",
+        "math'. NAME is a prefix, or that of a source of --data-path, --train-data-path or "
+        "--data-file-list without its folder and _text_document. Their weights hold before the first "
+        "phase; without them the schedule gives the data.",
         metavar="PHASES",
         syntax=parse_blend_schedule,
     )
@@ -281,7 +281,7 @@ class DataConfig:
     max_epochs: float | None = option(
         None,
         "Refuse a run that reads a source of its training data more often than this. Without this "
-        "flag a warning says so from 16 on.",
+        "flag there is a warning beyond 16 epochs.",
         FACTOR,
     )
     train_data_exact_num_epochs: int | None = option(

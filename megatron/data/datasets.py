@@ -291,24 +291,32 @@ def scheduled_phases(
     proportion. Sources that the `past` phases of the run read keep their names. Raises DataError if
     only some phases have data.
     """
-    scheduled = list[Scheduled]()
+    listed = list[tuple[int, list[PhaseSource]]]()
     for tokens, blend in plan.schedule:
-        sources = []
+        listed.append((tokens, []))
         for source in blend:
             indexed = opened(source.prefix)
             bounds = plan.bounds(source, index, len(indexed))
             if indexed.tokens_between(*bounds):
-                sources.append(PhaseSource(source.weight, source.prefix, source.prefix, *bounds))
-        total = sum(source.weight for source in sources)
+                listed[-1][1].append(
+                    PhaseSource(source.weight, source.prefix, source.prefix, *bounds)
+                )
+    # a source has one name in all phases, also if a later one has another part of its file
+    everywhere = named([each for _, sources in listed for each in sources], past, replaced)
+    streams = {(each.prefix, each.first, each.stop): each for each in everywhere}
+    scheduled = list[Scheduled]()
+    for tokens, sources in listed:
+        weights = dict.fromkeys(((s.prefix, s.first, s.stop) for s in sources), 0.0)
+        for each in sources:
+            weights[each.prefix, each.first, each.stop] += each.weight
+        total = sum(weights.values())
         phase = DataPhase(
             start=0,
             seq_length=config.model.seq_length,
             packing=config.data.data_packing,
             seed=config.training.seed,
-            sources=named(
-                [replace(source, weight=source.weight / total) for source in sources],
-                [*past, *(each.phase for each in scheduled)],
-                replaced,
+            sources=tuple(
+                replace(streams[key], weight=weight / total) for key, weight in weights.items()
             ),
         )
         scheduled.append(Scheduled(tokens, phase))

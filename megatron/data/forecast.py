@@ -24,6 +24,7 @@ from megatron.data.datasets import (
 )
 from megatron.data.history import (
     DataPhases,
+    PhaseSource,
     Scheduled,
     continued_phases,
     epochs_before,
@@ -295,10 +296,12 @@ def _overlaps(
             if count > 1:
                 yield f"{prefix} is in a blend {count} times: it is one source of the sum of its weights"
     sources = {source.stream: source for each in scheduled for source in each.phase.sources}
-    for one, other in combinations(sources.values(), 2):
-        first, stop = max(one.first, other.first), min(one.stop, other.stop)
-        if first >= stop or os.path.realpath(one.prefix) != os.path.realpath(other.prefix):
-            continue
-        starts = opened[one.prefix].document_indices[:-1]
-        documents = int(np.diff(np.searchsorted(starts, (first, stop)))[0])
-        yield f"{documents:,} documents are both in {one.name} and in {other.name}: they are read by both"
+    of_file = dict[str, list[PhaseSource]]()
+    for source in sources.values():
+        of_file.setdefault(os.path.realpath(source.prefix), []).append(source)
+    for one, other in (pair for some in of_file.values() for pair in combinations(some, 2)):
+        bounds = max(one.first, other.first), min(one.stop, other.stop)
+        if bounds[0] < bounds[1]:
+            starts = opened[one.prefix].document_indices[:-1]
+            documents = int(np.diff(np.searchsorted(starts, bounds))[0])
+            yield f"{one.name} and {other.name} both read the same {documents:,} documents"

@@ -92,3 +92,5 @@ def test_phases(tmp_path):
     assert [s.name for s in both.phase.sources] == [f"{a}@0:6", f"{a}@4:10"]
     (later,) = phases(0, [both.phase], **{**parts, "blend_schedule": f"0: {a}@0.4:1"})
     assert [s.name for s in later.phase.sources] == [f"{a}@4:10"]
+    halves = phases(0, **{**parts, "blend_schedule": f"0: {a}@0:0.5, 1K: {a}@0.5:1"})
+    assert [s.name for each in halves for s in each.phase.sources] == [f"{a}@0:5", f"{a}@5:10"]
