@@ -422,8 +422,9 @@ class ConcatCut(Cut):
         return result * self.seq_length
 
     def _sample(self, number: int) -> Segments:
-        (start,) = self._starts(np.array([number])).tolist()
-        return self._segments(start, start + self.seq_length + 1)
+        low, high, key = self._window(number)
+        start = low + int(permute(np.array([number - low]), high - low, key)[0])
+        return self._segments(start * self.seq_length, (start + 1) * self.seq_length + 1)
 
     def slices(self, number: int) -> SequenceSlices:
         line = self._sample(number)

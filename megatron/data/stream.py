@@ -326,9 +326,11 @@ class StreamDataset(TokenDataset):
         return self._kept(index)
 
     def _find(self, index: int) -> tuple[SourceStream, int]:
-        ((stream, numbers),) = self.by_source(np.array([index]))
-        assert isinstance(stream, SourceStream), "by_source yields streams"
-        return stream, int(numbers[0])
+        number = bisect.bisect_right(self._starts, index) - 1
+        phase = self.phases[number]
+        (which,), (sample,) = self._orders[number].find(np.array([index - phase.start]))
+        stream = self.stream(phase.sources[which].stream)
+        return stream, int(sample) + self._before[number][which]
 
     def __getitem__(self, index: int, /) -> Int64Array:
         stream, number = self.find(index)
