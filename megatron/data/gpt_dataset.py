@@ -347,7 +347,8 @@ class SlicedDataset(SourceDataset):
         """Return what sample `index` has, its last label included, without padding."""
         rows = zip(*(array.tolist() for array in self._slices(index)), strict=True)
         return [
-            SamplePiece(self._indexed.document_of(sequence), sequence, *rest) for sequence, *rest in rows
+            SamplePiece(self._indexed.document_of(sequence), sequence, *rest)
+            for sequence, *rest in rows
         ]
 
     def where(self, index: int, token: int = 0, /) -> str:

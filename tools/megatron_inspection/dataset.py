@@ -416,10 +416,19 @@ def _runs(
     """Return the runs of tokens inside and outside the loss, as ids or text; see `Sample`."""
     runs = []
     for marked, pairs in groupby(zip(ids, marks, strict=True), lambda pair: pair[1] == 1):
-        run = [i for i, _ in pairs]
-        text = " ".join(map(str, run)) if tokenizer is None else decode_leniently(tokenizer, run)
+        ((_, text),) = text_of([i for i, _ in pairs], None, tokenizer)
         runs.append(("+" if marked else "-", text))
     return runs
+
+
+def text_of(
+    ids: Sequence[int], marks: Sequence[int] | None, tokenizer: Tokenizer | None
+) -> list[tuple[str, str]]:
+    """Return the runs of tokens inside and outside the loss as in `Sample`; ("", all) without marks."""
+    if marks is not None:
+        return _runs(ids, marks, tokenizer)
+    text = " ".join(map(str, ids)) if tokenizer is None else decode_leniently(tokenizer, ids)
+    return [("", text)]
 
 
 def decode_leniently(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

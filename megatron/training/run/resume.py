@@ -97,7 +97,9 @@ def stored_settings(folder: Path, config: Config) -> Stored:
     for name, section in SECTIONS.items():
         saved = stored.get(name)
         values |= saved if isinstance(saved, dict) else {}
-        sections[name] = replace(getattr(config, name), **dict(_accepted(section, values, folder)))
+        sections[name] = replace(
+            getattr(config, name), **dict(accepted(section, values, folder / CONFIG))
+        )
     provenance = manifest.read_json(PROVENANCE) if PROVENANCE in manifest.files else {}
     return Stored(folder, values, replace(config, **sections), provenance)
 
@@ -145,7 +147,7 @@ def continued_data(config: Config, stored: Stored | None, progress: Progress) ->
     """Return where the data of a run with this progress continue. Reads the ends of the files."""
     if stored is None or not progress.history:
         return ContinuedData()
-    files = _FormerFiles(stored, config)
+    files = FormerFiles(stored, config)
     past = {
         split: tuple(
             replace(
@@ -163,10 +165,10 @@ def continued_data(config: Config, stored: Stored | None, progress: Progress) ->
     return ContinuedData(past, positions, frozenset(files.changed))
 
 
-def _accepted(
-    section: type, values: Mapping[str, object], folder: Path
+def accepted(
+    section: type, values: Mapping[str, object], file: Path
 ) -> Iterator[tuple[str, object]]:
-    """Yield the settings of a section that are among `values`, with their names.
+    """Yield the settings of a section that are among the `values` in a file, with their names.
 
     Raises CheckpointError for a value that the setting does not accept.
     """
@@ -181,7 +183,7 @@ def _accepted(
             yield option.name, option.accept(value)
         except ValueError as error:
             raise CheckpointError(
-                f"{folder / CONFIG}: {option.name} {error}: load another checkpoint"
+                f"{file}: {option.name} {error}: load another checkpoint"
             ) from None
 
 
@@ -384,7 +386,7 @@ def describe_data(
         for change in history.changes(past, now) if now.start == position else ():
             say(f"note: data: {change.text}")
         return
-    former = _FormerData(stored, config)
+    former = FormerData(stored, config)
     changes = former.changes(train_samples)
     if not changes:
         return
@@ -420,10 +422,11 @@ def describe_data(
     )
 
 
-class _FormerFiles:
+class FormerFiles:
     """The data files of a checkpoint's run, compared with those of the same names now.
 
-    changed  prefixes of files whose content has changed since
+    absent   {prefix: reason} of files that cannot be read
+    changed  prefixes of files whose content has changed since, or that cannot be read
     moved    {former prefix: prefix} of the same files under another name
     """
 
@@ -435,6 +438,7 @@ class _FormerFiles:
             for one in (listed if isinstance(listed, list) else ())
             if isinstance(one, dict) and isinstance(one.get("prefix"), str) and "reason" not in one
         }
+        self.absent = {name: str(one["reason"]) for name, one in now.items() if "reason" in one}
         self.changed = {name for name in now.keys() & then if not _same(now[name], then[name])}
         self.moved = {
             old: new
@@ -444,7 +448,7 @@ class _FormerFiles:
         }
 
 
-class _FormerData:
+class FormerData:
     """The training data of a checkpoint's run in Megatron's order.
 
     changed_sources   names of the sources whose content has changed since
@@ -456,7 +460,7 @@ class _FormerData:
         record = stored.provenance.get("order")
         self._record: dict[str, object] = record if isinstance(record, dict) else {}
         self._custom = config.pieces.datasets is not None
-        files = _FormerFiles(stored, config)
+        files = FormerFiles(stored, config)
         self.changed_sources = files.changed
         self._moved = files.moved
         former = stored.config
