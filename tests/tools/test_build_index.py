@@ -16,7 +16,7 @@ FLAGS = [
     word
     for name, word in zip(["", *TINY], TINY, strict=False)
     if word != "--mock-data" and not {name, word} & {*LEFT_OUT}
-] + ["--eval-iters", "2"]
+] + ["--eval-iters", "2", "--data-order", "megatron"]
 ITERATIONS = ["--train-iters", "4", "--eval-interval", "2"]
 
 
@@ -57,6 +57,7 @@ CASES = {
     "blend": "--data-path 0.5 {a} 0.3 {b} 0.2 {c} --split 90,5,5",
     "per split": "--train-data-path 1 {a} 2 {b} --valid-data-path {c}",
     "packed": "--data-path 1 {a} 1 {b} --data-packing best-fit",
+    "streams": "--data-path 1 {a} 1 {b} --data-packing best-fit --data-order stream",
     "ramp": "--data-path {a} --rampup-batch-size 4 4 8 --global-batch-size 12",
     "samples": "--data-path 1 {a} 1 {b} --train-samples 3000",
 }
