@@ -46,7 +46,7 @@ def test_a_vanished_validation_part_is_said_and_a_changed_index_refused(tmp_path
     1 % of 8 documents rounds to none. Only a digest reveals that samples come in another order.
     """
     write_documents(tmp_path / "data", [range(60)] * 8)
-    data = f"--data-path {tmp_path}/data --split 99,1,0 --eval-iters 1 --train-iters 1"
+    data = f"--data-path {tmp_path}/data --split 99,1,0 --data-order megatron --eval-iters 1 --train-iters 1"
     arguments = [*(word for word in TINY if word != "--mock-data"), *data.split()]
     (outcome,) = launch(1, arguments)
     assert outcome is not None and outcome.code == 0 and "valid none" in outcome.output, outcome
