@@ -73,6 +73,11 @@ class TokenDataset(ABC):
         return 0
 
     @property
+    def readable_from(self) -> int:
+        """Return the first sample that this run can read again: later ones are like those to come."""
+        return 0
+
+    @property
     def available(self) -> int:
         """Return the number of samples before the end of the data."""
         return len(self)

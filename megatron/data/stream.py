@@ -286,8 +286,11 @@ class StreamDataset(TokenDataset):
         return taken
 
     def go_back(self, past: DataPhases, position: int) -> None:
-        """Continue from an earlier position, with the phases before it."""
-        if position < self._first:
+        """Continue from an earlier position; if it is too early to be read again, in new phases.
+
+        `past` has the phases that had begun there.
+        """
+        if position < self.readable_from:
             phases = continued_phases(past, position, self._schedule)
             vars(self).update(
                 vars(StreamDataset(phases, position, self._size, self._opening, self._schedule))
@@ -316,6 +319,18 @@ class StreamDataset(TokenDataset):
     @property
     def first(self) -> int:
         return self._first
+
+    @property
+    def readable_from(self) -> int:
+        now = self.phases[-1]
+        start = self._first
+        for phase in reversed(self.phases):
+            streams = {source.stream for source in phase.sources}
+            alike = (phase.seq_length, phase.packing) == (now.seq_length, now.packing)
+            if not (alike and streams <= set(self._current)):
+                break
+            start = min(start, phase.start)
+        return start
 
     @property
     def available(self) -> int:

@@ -139,9 +139,9 @@ class DataLedger(Callback):
 
     def on_rollback(self, run: Run, samples: range) -> None:
         progress = run.progress
-        train = run.datasets.train
-        if isinstance(train, StreamDataset):
-            train.go_back(progress.past(), progress.position())
+        for split, dataset in (("train", run.datasets.train), ("valid", run.datasets.valid)):
+            if isinstance(dataset, StreamDataset):
+                dataset.go_back(progress.past(split), progress.position(split))
         self._ledger = self._ledger.rolled_back(
             progress.left_out, progress.consumed_samples, progress.sources, samples
         )

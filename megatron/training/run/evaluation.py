@@ -155,8 +155,8 @@ def evaluate(
     interval = run.config.training.eval_interval
     if not advance and progress.iteration and progress.iteration % interval == 0:
         # An earlier job has evaluated these weights already: use the same samples.
-        position = max(0, position - samples)
-    if position + samples > len(dataset):
+        position = max(dataset.readable_from, position - samples)
+    if position + samples > dataset.available:
         position = 0  # at the end of the data set, start again from its beginning
     run.first_time("evaluation")
     variants = 1 + run.config.training.eval_ema
