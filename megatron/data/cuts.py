@@ -621,4 +621,5 @@ class PackedCut(Cut):
         return self._place(taken, epoch, range(first, first + len(packing)))
 
     def prepare(self, taken: int, stop: int) -> None:
-        self._group(taken)
+        if stop > len(self._first):
+            self._group(stop)
