@@ -377,7 +377,8 @@ def describe_data(
 
     `dataset` was made for `train_samples`; the rest of the run takes the samples from
     `progress.consumed_samples` to `end`. Raises CheckpointError if the checkpoint's settings do not
-    determine the length of its run.
+    determine the length of its run, and ConfigError for a change that --allow-data-changes does not
+    have.
     """
     if isinstance(dataset, StreamDataset):
         position = progress.position()
@@ -413,13 +414,20 @@ def describe_data(
         if len(by_source) > 1 and (one.repeated or one.skipped)
     ]
     listed = (f"{record['samples']} of {name}" for name, record in progress.sources.items())
-    say(
-        "WARNING: the order of the data differs from that of the checkpoint's run: "
+    text = (
+        "the order of the data differs from that of the checkpoint's run: "
         f"{', '.join(changes)}. {consumed} samples were consumed ({', '.join(listed)}). Of the "
         f"{max(0, end - consumed)} to come {about}{repeated} repeat some of these, and {about}"
         f"{skipped} others are skipped, because the first {consumed} of the new order count as "
         "consumed" + "".join(f"; {text}" for text in of_each) + unknown
     )
+    refused = former.needed - set(config.data.allow_data_changes)
+    if refused:
+        raise ConfigError(
+            f"{text}. Undo the change, or accept what follows from it with --allow-data-changes "
+            f"{' '.join(sorted(refused))}"
+        )
+    say(f"WARNING: {text}")
 
 
 class FormerFiles:
@@ -492,6 +500,17 @@ class FormerData:
             *differences,
             *(f"{name} has changed" for name in sorted(self.changed_sources)),
         ]
+
+    @property
+    def needed(self) -> set[str]:
+        """Return the values of --allow-data-changes that the changes need."""
+        if not data_prefixes(self._config):
+            return set()
+        values = self._stored.values
+        changed = {
+            name for name in ("seed", "split") if self._config.get(name) != values.get(name)
+        } & values.keys()
+        return changed | ({"files"} if self.changed_sources else set())
 
     def _samples(self) -> int:
         samples = self._record.get("samples")
