@@ -188,7 +188,12 @@ def inspect_run(args: argparse.Namespace) -> int:
         )
     if not args.run.is_dir():
         raise ConfigError(f"--run {args.run} is not a folder: give a run's --save folder")
-    with index_cache.forwarded_messages(lambda message: print(message, file=sys.stderr)):
+
+    def report_wait(message: str) -> None:
+        if message.startswith(("building", "waiting")):
+            print(message, file=sys.stderr)
+
+    with index_cache.forwarded_messages(report_wait):
         run = RunData(locate(args.run, args.tag))
         tokenizer = make_tokenizer(args)
         if tokenizer is None and args.step and args.samples:
@@ -239,9 +244,8 @@ def show_run(report: dict[str, Any]) -> None:
         )
         for phase in report["history"]
     ]
-    columns = ("data", "from sample", "token", "seq. length", "packing", "seed", "blend")
-    show_table("history", columns, history)
-    columns = "data source samples tokens epochs".split()
+    head = ("data", "from sample", "token", "seq. length", "packing", "seed", "blend")
+    show_table("history", head, history)
     rows = []
     for row in report["sources"]:
         counts = [f"{row[name]:,}" if name in row else "" for name in ("samples", "tokens")]
@@ -250,15 +254,15 @@ def show_run(report: dict[str, Any]) -> None:
         if "epoch" in row:
             place = [
                 f"{row['epoch']}",
-                f"{row['read']:,} of {row['samples_of_window']:,} samples of "
-                f"{row['window']:,} of {row['windows']:,}",
+                f"{row['window']:,} of {row['windows']:,}, {row['read']:,} of its "
+                f"{row['samples_of_window']:,} samples read",
                 f"document {row['document']:,}{sequence_text(row)}, token {row['token']:,}",
             ]
         rows.append(
             (row["data"], row["source"], *counts, epochs, f"{row.get('left_out', 0):,}", *place)
         )
-    more = ("left out", "in epoch", "in window", "next sample begins at")
-    show_table("read so far", (*columns, *more), rows)
+    columns = ("data", "source", "samples", "tokens", "epochs", "left out", "in epoch", "in window")
+    show_table("read so far", (*columns, "next sample begins at"), rows)
     for row in report["sources"]:
         if "problem" in row:
             print(f"  problem: {row['source']}: where it stands is unknown: {row['problem']}")
@@ -292,10 +296,12 @@ def sequence_text(place: dict[str, Any]) -> str:
 
 
 def show_table(title: str, columns: Iterable[str], rows: Sequence[tuple[str, ...]]) -> None:
-    """Print a table, unless it has no rows."""
-    if rows:
+    """Print a table without its empty columns, unless it has no rows."""
+    filled = [column for column in zip(columns, *rows, strict=True) if any(column[1:])]
+    if filled:
+        names, *cells = zip(*filled, strict=True)
         print(title)
-        print_table(Table("", tuple(columns), rows))
+        print_table(Table("", names, cells))
 
 
 @as_tool

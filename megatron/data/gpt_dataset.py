@@ -297,7 +297,7 @@ class IndexFiles:
         load_or_build(description, names, directories, build_checked, fits=take, verify=self.verify)
 
 
-class SamplePiece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """A piece of a document in a sample: a document may have several sequences.
 
     token   its first token in the sequence
@@ -348,11 +348,11 @@ class SlicedDataset(SourceDataset):
         self._indexed.gather_mask(slices, marks[: int(slices.lengths.sum())])
         return marks
 
-    def pieces(self, index: int, /) -> list[SamplePiece]:
+    def pieces(self, index: int, /) -> list[DocumentPiece]:
         """Return what sample `index` has, its last label included, without padding."""
         rows = zip(*(array.tolist() for array in self._slices(index)), strict=True)
         return [
-            SamplePiece(self._indexed.document_of(sequence), sequence, *rest)
+            DocumentPiece(self._indexed.document_of(sequence), sequence, *rest)
             for sequence, *rest in rows
         ]
 

@@ -93,6 +93,7 @@ tools/inspect_checkpoint.py | {f}/run --verify --json | run
 tools/inspect_checkpoint.py | --diff {f}/run/iter_0000001 {f}/run/iter_0000002 | run
 tools/inspect_checkpoint.py | {f}/run --verify | legacy
 tools/inspect_dataset.py | {f}/a {f}/b --validate --samples 2 | data
+tools/inspect_dataset.py | --run {f}/run --step 1 2 | trained
 tools/merge_datasets.py | --inputs {f}/a {f}/b --output-prefix {f}/out | data
 tools/plan.py | --model tiny --cluster {f}/machine.toml --devices 2 --global-batch 8 --processes 1 | cluster
 tools/preflight.py | check --cluster {f}/machine.toml {f}/job.sh -- srun -N 2 -n 16 python pretrain_gpt.py --preset \

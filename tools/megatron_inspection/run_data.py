@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +36,8 @@ from megatron_inspection.dataset import text_of
 from megatron_report.reading import effective_records
 
 _METRICS = "metrics.jsonl"
+# what a history or settings that do not fit the files raise
+_UNUSABLE = (MegatronError, ValueError, IndexError)
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,17 @@ class RunData:
                 self.config, plan, opened.__getitem__, index, past, self._problems
             )
             return continued_phases(past, self.progress.position(split), scheduled)
-        except MegatronError as error:
+        except _UNUSABLE as error:
             self.notes.append(f"with what the {split} data would go on is unknown: {error}")
             return past
 
     def history(self) -> list[dict[str, Any]]:
-        """Return the phases of training and validation data, in order."""
+        """Return the phases of training and validation data, in order.
+
+        In Megatron's order there is one: the settings of the training data.
+        """
+        if not self.progress.history:
+            return self._settings()
         return [
             {
                 "data": split,
@@ -129,6 +136,23 @@ class RunData:
             for split in self.progress.history
             for phases in [self.phases(split)]
             for phase in phases
+        ]
+
+    def _settings(self) -> list[dict[str, Any]]:
+        plan = None if self.unfiled else plan_splits(self.config.data)[0]
+        if plan is None:
+            return []
+        return [
+            {
+                "data": "train",
+                "position": 0,
+                "tokens": 0,
+                "begun": True,
+                "seq_length": self.config.model.seq_length,
+                "packing": self.config.data.data_packing,
+                "seed": self.config.training.seed,
+                "blend": {source.prefix: source.weight for source in plan.blend},
+            }
         ]
 
     def _streams(self, phases: Phases) -> StreamDataset:
@@ -164,7 +188,7 @@ class RunData:
             ranges = self.progress.left_out if split == "train" else ()
             order = sample_order(kind, dataset.available, ranges)
             return Ledger(dataset, order, consumed).record()
-        except MegatronError as error:
+        except _UNUSABLE as error:
             self.notes.append(f"how much was read of the {split} data is unknown: {error}")
             return {}
 
@@ -180,7 +204,8 @@ class RunData:
                 continue
             dataset = self._streams(past)
             counts_by_name = dict(self._counted(split, dataset))
-            # of several generations of a source, the last one comes first
+            rows = list[dict[str, Any]]()
+            # what was read of a source is shown with the last generation of its files
             for stream, number in reversed(dataset.taken(self.progress.position(split)).items()):
                 row = {"data": split, "source": stream[0], **counts_by_name.pop(stream[0], {})}
                 try:
@@ -189,9 +214,10 @@ class RunData:
                     place = asdict(source.place(number))
                     del place["epochs"]
                     place["samples_of_window"] = place.pop("samples")
-                    yield {**row, **place, "document": first.document}
-                except (DataError, IndexError) as error:
-                    yield {**row, "problem": str(error)}
+                    rows.append({**row, **place, "document": first.document})
+                except _UNUSABLE as error:
+                    rows.append({**row, "problem": str(error)})
+            yield from reversed(rows)
 
     # -- steps
 
@@ -200,22 +226,30 @@ class RunData:
         points = {0: Point(0, 0, self.config)}
         paths = [self.folder.parent / _METRICS, self.config.metrics_path]
         path = next((path for path in paths if path is not None and path.is_file()), None)
+        records = [] if path is None else effective_records(read_records(path))
         config = self.config
-        for record in effective_records(read_records(path)) if path is not None else ():
-            if record["event"] == "start" and isinstance(values := record.get("config"), dict):
-                config = replace(
-                    self.config,
-                    batch=replace(self.config.batch, **dict(accepted(BatchConfig, values, path))),
-                    training=replace(
-                        self.config.training, **dict(accepted(TrainingConfig, values, path))
-                    ),
-                )
+        for record in records:
+            values = record.get("config")
+            if record["event"] == "start" and values and path is not None:
+                config = self._with_settings(values, path)
             at, consumed = record.get("iteration"), record.get("consumed_samples")
             if at is not None and consumed is not None and at < self.progress.iteration:
                 points[at] = Point(at, consumed, config)
         now = self.progress
         points[now.iteration] = Point(now.iteration, now.consumed_samples, self.config)
         return [points[at] for at in sorted(points)]
+
+    def _with_settings(self, values: Mapping[str, object], file: Path) -> Config:
+        """Return the settings with those in a file about batches and training."""
+        sections: dict[str, Any] = {
+            "batch": replace(
+                self.config.batch, **dict[str, Any](accepted(BatchConfig, values, file))
+            ),
+            "training": replace(
+                self.config.training, **dict[str, Any](accepted(TrainingConfig, values, file))
+            ),
+        }
+        return replace(self.config, **sections)
 
     def consumed(self, iteration: int) -> tuple[int, int, Config]:
         """Return the samples consumed before and after a step, and the settings at that time.
@@ -278,10 +312,15 @@ class RunData:
         order.check(stop)
         samples = list[dict[str, Any]]()
         for position in order.indices(np.arange(start, stop)).tolist():
-            ((source, numbers),) = dataset.by_source(np.array([position]))
-            assert isinstance(source, SlicedDataset), "the data are files"
-            number = int(numbers[0])
-            pieces = source.pieces(number)
+            try:
+                ((source, numbers),) = dataset.by_source(np.array([position]))
+                assert isinstance(source, SlicedDataset), "the data are files"
+                number = int(numbers[0])
+                pieces = source.pieces(number)
+            except (IndexError, ValueError) as error:
+                raise DataError(
+                    f"--step {iteration}: the data are not the run's: {error}"
+                ) from error
             sample = {"position": position, "source": source.name, "number": number}
             sample["pieces"] = [piece._asdict() for piece in pieces]
             if len(samples) < texts:
