@@ -14,7 +14,7 @@ from megatron.config import Config
 from megatron.config.training import BatchConfig, TrainingConfig
 from megatron.data.datasets import SPLIT_NAMES, open_data, plan_splits, scheduled_phases
 from megatron.data.gpt_dataset import SlicedDataset, TokenDataset
-from megatron.data.history import Phase, Phases, continued_phases, tokens_before
+from megatron.data.history import DataPhase, DataPhases, continued_phases, tokens_before
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import Ledger, short_names
 from megatron.data.order import sample_order
@@ -94,7 +94,7 @@ class RunData:
             raise DataError(f"{prefix}: {problem}")
         return open_data(prefix, self.config.data)
 
-    def phases(self, split: str) -> Phases:
+    def phases(self, split: str) -> DataPhases:
         """Return the phases of a split's data: those that have begun, and those to come."""
         past = self.progress.past(split)
         index = SPLIT_NAMES.index(split)
@@ -155,7 +155,7 @@ class RunData:
             }
         ]
 
-    def _streams(self, phases: Phases) -> StreamDataset:
+    def _streams(self, phases: DataPhases) -> StreamDataset:
         """Return the data of these phases. Their sources are opened when they are read."""
         latest = {source.name: source.generation for p in phases for source in p.sources}
         for phase in phases:
@@ -163,7 +163,7 @@ class RunData:
                 if source.generation < latest[source.name]:
                     self._problems[_outdated(source.prefix)] = "its files were replaced by others"
 
-        def readable(phase: Phase) -> Phase:
+        def readable(phase: DataPhase) -> DataPhase:
             sources = (
                 replace(source, prefix=_outdated(source.prefix))
                 if source.generation < latest[source.name]
