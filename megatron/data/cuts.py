@@ -149,11 +149,13 @@ class Epoch:
     def tokens(self) -> int:
         return int(self._starts[-1])
 
+    def slices(self, begin: int, end: int) -> SequenceSlices:
+        """Return the documents in tokens begin .. end - 1."""
+        return documents_between(self._sizes, self._documents, self._starts, STRIDE, begin, end)
+
     def segments(self, begin: int, end: int, start: int) -> Segments:
         """Return the documents in tokens begin .. end - 1, which begin at `start` of a line."""
-        documents, offsets, lengths = documents_between(
-            self._sizes, self._documents, self._starts, STRIDE, begin, end
-        )
+        documents, offsets, lengths = self.slices(begin, end)
         starts = np.cumsum(lengths) - lengths + start
         return Segments(starts, documents, offsets, lengths, np.zeros(len(starts), bool))
 
@@ -421,19 +423,25 @@ class ConcatCut(Cut):
             done = stop
         return result * self.seq_length
 
-    def _sample(self, number: int) -> Segments:
+    def _bounds(self, number: int) -> tuple[int, int]:
+        """Return the begin and end of a sample in the line, its last label included."""
         low, high, key = self._window(number)
         start = low + int(permute(np.array([number - low]), high - low, key)[0])
-        return self._segments(start * self.seq_length, (start + 1) * self.seq_length + 1)
+        return start * self.seq_length, (start + 1) * self.seq_length + 1
 
     def slices(self, number: int) -> SequenceSlices:
-        line = self._sample(number)
+        begin, end = self._bounds(number)
+        start, stop, epoch, offset = self._part(begin)
+        if epoch is not None and end <= stop:  # almost always: segments take twice as long
+            first = offset + begin - start
+            return self.source.epoch(epoch).slices(first, first + end - begin)
+        line = self._segments(begin, end)
         return SequenceSlices(line.sequences, line.offsets, line.lengths)
 
     def excluded(self, number: int) -> Int64Array | None:
         if number * self.seq_length >= self._tail_start:  # only pieces end with labels
             return None
-        line = self._sample(number)
+        line = self._segments(*self._bounds(number))
         after = np.cumsum(line.lengths)[line.ends]
         return after[after <= self.seq_length]
 
