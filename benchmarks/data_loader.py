@@ -1,16 +1,19 @@
 """Speed and memory of the data loader: both values of --data-order, beside megatron-core.
 
-    python benchmarks/data_loader.py [--only CASE ...] [--rounds 3] [--folder /dev/shm] [--parts 100]
+    python benchmarks/data_loader.py [--only CASE ...] [--rounds 3] [--folder /dev/shm]
 
 Sides take turns in processes of their own (peers/loader.py), in the opposite order in each second
 round. Each is started twice in a round: without an index, and with the one of the first start.
+Times per sample are those of the fastest of five blocks: other programs only slow a block down.
 Ratios are to --data-order megatron in the same round. Files are in memory (--folder), so no figure
 includes a disk. megatron-core comes from requirements/bench.txt (`make bench` installs it).
 
 `order` measures what the order of a stream costs at position 10^9, 10^12 and 10^15 by itself.
-`scale` has the documents and samples of a run of 10^9 samples divided by --parts and by 10 x
---parts, in 100 sources; token files are without content. What differs between the two by a factor
-of ten is in proportion to the run, and is also printed for 10^9 samples.
+`scale` is about a run of 10^9 samples in 100 sources; token files are without content. It measures
+1/100 of it in two ways: 100 sources of 1/100 of the size, to which the indices of Megatron's order
+are in proportion, and one source of the whole size, to which those of a stream are (it lists the
+documents of an epoch if there are more than 2^20, and shuffles fewer when they are read). A hundred
+times these figures is printed for 10^9 samples; time per sample needs no such factor.
 
 Expected before the first measurement: a sample alone takes us 25 us, megatron-core 40 us; the order
 of a stream adds 5 us to it: 1 us for each permutation, 2 us for the source, 2 us for the search of
@@ -53,6 +56,9 @@ GOAL = 1_000_000_000  # samples
 _UINT16 = 8  # code in an .idx file
 
 
+Results = dict[str, dict[str, list[Record]]]  # for each case and side, a record of each round
+
+
 class Case(NamedTuple):
     """A blend of sources with as many documents each.
 
@@ -78,9 +84,10 @@ CASES = {
 }
 
 
-def scaled(parts: int) -> Case:
-    samples = GOAL // parts
-    return Case(100, samples * SEQ_LENGTH, SHORT, samples, content=False)
+SCALE = {
+    "100 sources of 1/100": Case(100, GOAL // 100 * SEQ_LENGTH, SHORT, GOAL // 100, content=False),
+    "1 of 100 sources": Case(1, GOAL // 100 * SEQ_LENGTH, SHORT, GOAL // 100, content=False),
+}
 
 
 def write(prefix: Path, case: Case, random: np.random.Generator) -> None:
@@ -175,12 +182,13 @@ def middle(outcomes: list[Record], value: Callable[[Record], float]) -> float:
 FIGURES: dict[str, tuple[Callable[[Record], float], float, str]] = {
     "set-up, s": (lambda r: r["new"]["setup_s"], 1, ".2f"),
     "again, s": (lambda r: r["setup_s"], 1, ".2f"),
+    "first 1000, s": (lambda r: r["first_s"], 1, ".2f"),
     "peak of set-up, MB": (lambda r: r["new"]["peak_bytes"], 1e-6, ",.0f"),
     "again, MB": (lambda r: r["peak_bytes"], 1e-6, ",.0f"),
     "own memory, MB": (lambda r: r["own_bytes"], 1e-6, ",.0f"),
     "index, MB": (lambda r: r["index_bytes"], 1e-6, ",.0f"),
-    "us/sample": (lambda r: statistics.median(r["sample_s"]), 1e6, ".1f"),
-    "in batches": (lambda r: statistics.median(r["batch_sample_s"]), 1e6, ".1f"),
+    "us/sample": (lambda r: min(r["sample_s"]), 1e6, ".1f"),
+    "in batches": (lambda r: min(r["batch_sample_s"]), 1e6, ".1f"),
 }
 IN_PROPORTION = (
     "set-up, s",
@@ -192,7 +200,7 @@ IN_PROPORTION = (
 )
 
 
-def table_of(results: dict[str, dict[str, list[Record]]]) -> Table:
+def table_of(results: Results) -> Table:
     table = [["case", "side", *FIGURES, "/ megatron", "in batches"]]
     for name, sides in results.items():
         for side, outcomes in sides.items():
@@ -213,22 +221,16 @@ def table_of(results: dict[str, dict[str, list[Record]]]) -> Table:
     return table
 
 
-def extrapolated(
-    small: dict[str, list[Record]], large: dict[str, list[Record]], parts: int
-) -> Table:
-    """Return set-up and memory at GOAL samples: the line through two sizes of run."""
-    table = [["", "side", *IN_PROPORTION]]
+def extrapolated(results: Results) -> Table:
+    """Return set-up and memory at GOAL samples: a hundred times what is in proportion to them."""
+    table = [["10^9 samples", "side", *IN_PROPORTION]]
     for side in SIDES:
-        if any("error" in r for r in small[side] + large[side]):
-            continue
-        row = []
-        for name in IN_PROPORTION:
-            value, unit, form = FIGURES[name]
-            low = unit * middle(small[side], value)
-            high = unit * middle(large[side], value)
-            slope = (high - low) / (1 - 0.1)  # for GOAL / parts samples
-            row.append(format(high + slope * (parts - 1), form))
-        table.append(["extrapolated to 10^9 samples", side, *row])
+        name = "1 of 100 sources" if side == "stream" else "100 sources of 1/100"
+        outcomes = results[name][side]
+        if not any("error" in r for r in outcomes):
+            figures = [FIGURES[key] for key in IN_PROPORTION]
+            row = [format(100 * unit * middle(outcomes, value), f) for value, unit, f in figures]
+            table.append([f"from {name}", side, *row])
     return table
 
 
@@ -259,7 +261,6 @@ def main() -> None:
     made.add_argument("--rounds", type=int, default=3)
     folder = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
     made.add_argument("--folder", type=Path, default=folder, help=f"default: {folder}")
-    made.add_argument("--parts", type=int, default=100, help="of the run in `scale` (100)")
     options = made.parse_args()
     if "order" in options.only:
         print(*markdown(order_table()), sep="\n")
@@ -269,16 +270,11 @@ def main() -> None:
         if name in options.only
     }
     if "scale" in options.only:
-        small, large = (
-            measure(f"1/{parts}", scaled(parts), 1, options.folder)
-            for parts in (10 * options.parts, options.parts)
-        )
-        results |= {f"10^9 samples / {10 * options.parts}": small}
-        results |= {f"10^9 samples / {options.parts}": large}
+        results |= {name: measure(name, case, 1, options.folder) for name, case in SCALE.items()}
     if results:
         print("", *markdown(table_of(results)), sep="\n")
     if "scale" in options.only:
-        print("", *markdown(extrapolated(small, large, options.parts)), sep="\n")
+        print("", *markdown(extrapolated(results)), sep="\n")
 
 
 if __name__ == "__main__":

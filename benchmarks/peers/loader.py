@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-BLOCKS = 5  # each of so many samples
+BLOCKS = 5
+FIRST = 1000  # samples
 VOCABULARY = 50257
 Batches = Callable[[int], Iterator[Any]]  # from a sample on
 
@@ -118,8 +119,9 @@ def resident(name: str) -> int:
 def measure(side: str, micro_batch: int, count: int, **job: Any) -> dict[str, Any]:
     """Return seconds and bytes of the set-up, and seconds of each sample, alone and in batches.
 
-    Each block reads `count` samples that were not read before, from a third of the run on. Peak
-    memory includes mapped pages of files; `own_bytes`, after all reading, is without them.
+    Each block reads `count` samples that were not read before, from a third of the run on; FIRST
+    samples before them are on their own, in `first_s`. Peak memory includes mapped pages of files;
+    `own_bytes`, after all reading, is without them.
     """
     build = megatron_cores if side == "megatron-core" else ours
     # what the first use of the libraries costs is no part of the set-up
@@ -132,6 +134,10 @@ def measure(side: str, micro_batch: int, count: int, **job: Any) -> dict[str, An
     setup_s = time.perf_counter() - began
     peak = resident("VmHWM") - before
     at = job["samples"] // 3
+    began = time.perf_counter()
+    for number in range(at - FIRST, at):
+        dataset[number]
+    first_s = time.perf_counter() - began
     alone = []
     together = []
     for _ in range(BLOCKS):
@@ -148,6 +154,7 @@ def measure(side: str, micro_batch: int, count: int, **job: Any) -> dict[str, An
         at += count
     return {
         "setup_s": setup_s,
+        "first_s": first_s,
         "peak_bytes": peak,
         "own_bytes": resident("RssAnon") - own_before,
         "sample_s": alone,
