@@ -18,7 +18,6 @@ A sequence that has been read in part when documents are packed is packed by its
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -42,6 +41,7 @@ from megatron.data.indexed_dataset import (
 from megatron.data.packed_dataset import Packing, WholePacking, cut_pieces
 from megatron.data.permutation import permute
 from megatron.errors import DataError
+from megatron.parallel.hashing import mix
 
 WINDOW = 1 << 28
 STRIDE = 8  # documents between those whose first token is listed in the index of an epoch
@@ -90,12 +90,6 @@ class Segments(NamedTuple):
         """Return the tokens that are inputs in the loss."""
         pieces = SequenceSlices(self.sequences, self.offsets, self.lengths - self.ends)
         return pieces.at(pieces.lengths > 0)
-
-
-def key_of(*numbers: int) -> int:
-    """Return a number of 64 bits that stands for these numbers."""
-    text = " ".join(map(str, numbers)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True)
@@ -180,7 +174,7 @@ class Source:
 
         def build() -> Arrays:
             documents = np.arange(key.first, key.stop, dtype=np.int32)
-            number = key_of(key.seed, key.number)
+            number = mix(key.seed, key.number)
             words = np.array([number & 0xFFFFFFFF, number >> 32])
             shuffle(documents, np.random.RandomState(words))
             starts = np.zeros(-(-count // STRIDE) + 1, np.int64)
@@ -405,7 +399,7 @@ class ConcatCut(Cut):
         return (
             first + window * count // windows,
             first + (window + 1) * count // windows,
-            key_of(seed, of, window, self.following),
+            mix(seed, of, window, self.following),
         )
 
     def _windows(self, samples: int) -> int:
@@ -568,10 +562,10 @@ class PackedCut(Cut):
     def _group(self, number: int) -> tuple[int, Packing, int]:
         """Return the first sample of an epoch or the rest of one, its bins, and its key."""
         if number < len(self._first):
-            return 0, self._first, key_of(self.key.seed, -1, self.following)
+            return 0, self._first, mix(self.key.seed, -1, self.following)
         epoch = (number - len(self._first)) // len(self.whole)
         first = len(self._first) + epoch * len(self.whole)
-        return first, self.whole, key_of(self.key.seed, self.following + epoch)
+        return first, self.whole, mix(self.key.seed, self.following + epoch)
 
     def _bins(self, numbers: Int64Array) -> list[tuple[Packing, Int64Array]]:
         """Return the bins of these samples, which ascend, in the packings that have them."""
@@ -618,7 +612,7 @@ class PackedCut(Cut):
         pieces = packing.of(bins)
         pieces = pieces._replace(lengths=pieces.lengths - 1).merged()
         count = len(pieces.lengths)
-        order = permute(np.arange(count), count, key_of(self.key.seed, epoch, -1))
+        order = permute(np.arange(count), count, mix(self.key.seed, epoch, -1))
         return Rest(pieces.at(order), epoch)
 
     def place(self, taken: int) -> Place:

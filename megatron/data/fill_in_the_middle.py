@@ -15,7 +15,8 @@ import numpy as np
 from megatron.config.settings import all_options
 from megatron.data.arrays import Int64Array
 from megatron.errors import ConfigError
-from megatron.parallel.keyed_random import mix, name_key
+from megatron.parallel.hashing import mix
+from megatron.parallel.keyed_random import name_key
 
 if TYPE_CHECKING:
     from megatron.config import Config

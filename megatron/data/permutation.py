@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron.data import indexed_dataset
 from megatron.data.arrays import Int64Array
-from megatron.parallel.keyed_random import GOLDEN, scramble
+from megatron.parallel.hashing import GOLDEN, scramble
 
 # 4 rounds suffice for a large table; with few entries, orders become equally likely only after 8
 _ROUNDS = 8
@@ -22,7 +22,7 @@ def permute(positions: Int64Array, size: int, key: int) -> Int64Array:
     of the smallest nearly square table with `size` cells or more: each round adds a hash of one
     coordinate to the other, which is invertible (Black and Rogaway, "Ciphers with arbitrary finite
     domains", CT-RSA 2002, section 5); a result of `size` or more passes through the network again
-    (section 4). The hash is the finaliser of SplitMix64 (megatron.parallel.keyed_random.scramble).
+    (section 4). The hash is the finaliser of SplitMix64 (megatron.parallel.hashing.scramble).
     C++ gives the same numbers, for one position in a microsecond.
     """
     if indexed_dataset.compiled is not None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron.data.gpt_dataset import Spans, TokenDataset
 from megatron.data.order import SampleOrder
-from megatron.parallel.keyed_random import GOLDEN
+from megatron.parallel.hashing import GOLDEN
 
 _BLOCK = 1 << 20  # samples looked up at once
 _MOST = 1 << 24  # samples compared; in longer runs, only those that begin in some blocks of text

@@ -22,7 +22,7 @@ from megatron.data.arrays import BoolArray, Int64Array
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.order import SampleOrder
 from megatron.errors import DataError
-from megatron.parallel.keyed_random import GOLDEN, scramble
+from megatron.parallel.hashing import GOLDEN, scramble
 
 if TYPE_CHECKING:
     from megatron.config.io import DataConfig

@@ -34,7 +34,8 @@ from megatron.layers.linear import ColumnParallelLinear, RecomputeInput, RowPara
 from megatron.layers.norm import L2Norm, Norm, norm_of
 from megatron.layers.positions import RotaryEmbedding
 from megatron.parallel.gradient_accumulator import wide
-from megatron.parallel.keyed_random import Site, mix, seeded
+from megatron.parallel.hashing import mix
+from megatron.parallel.keyed_random import Site, seeded
 from megatron.parallel.sharding import Rows
 
 

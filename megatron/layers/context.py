@@ -32,7 +32,8 @@ from megatron.layers.context_parallel import ContextParallel
 from megatron.layers.positions import Alibi, Documents, RotaryEmbedding, alibi_slopes
 from megatron.parallel.collectives import gather_first_async
 from megatron.parallel.deferred_gradients import WeightGradients
-from megatron.parallel.keyed_random import ALL_ROWS, DropoutKey, RowLayout, Site, mix, name_key
+from megatron.parallel.hashing import mix
+from megatron.parallel.keyed_random import ALL_ROWS, DropoutKey, RowLayout, Site, name_key
 from megatron.parallel.sharding import Rows, Sharding, attach, kind_of, shard
 from megatron.parallel.topology import Group
 

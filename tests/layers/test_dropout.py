@@ -3,7 +3,8 @@
 import torch
 
 from megatron.kernels.ops.elementwise import keyed_dropout
-from megatron.parallel.keyed_random import DropoutKey, Site, dropout_mask, mix, seeded
+from megatron.parallel.hashing import mix
+from megatron.parallel.keyed_random import DropoutKey, Site, dropout_mask, seeded
 
 X = torch.ones(64, 8, 128)
 

@@ -8,7 +8,8 @@ from megatron.errors import ConfigError
 from megatron.layers import context as parameters
 from megatron.layers.context import BLOCK, ParameterFactory, draw, normal, xavier_uniform
 from megatron.model.gpt import build_chunks, layer_context
-from megatron.parallel.keyed_random import mix, name_key
+from megatron.parallel.hashing import mix
+from megatron.parallel.keyed_random import name_key
 from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import shard, sharding_of
 from megatron.parallel.topology import Topology

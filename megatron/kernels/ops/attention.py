@@ -47,7 +47,8 @@ from megatron.kernels.operators import (
 )
 from megatron.kernels.ops.elementwise import check_key, soft_cap, threshold, wider
 from megatron.parallel.autograd import Context
-from megatron.parallel.keyed_random import dropout_mask, mix
+from megatron.parallel.hashing import mix
+from megatron.parallel.keyed_random import dropout_mask
 
 _CAUSAL = Function("mk_causal_softmax", "ppllllf")
 _MASKED = Function("mk_masked_softmax", "ppplllllf")

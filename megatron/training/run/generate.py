@@ -26,7 +26,7 @@ from megatron.model.gpt import hidden_state
 from megatron.model.stages import stage_owners
 from megatron.parallel import collectives
 from megatron.parallel.deferred_gradients import WeightGradients
-from megatron.parallel.keyed_random import mix
+from megatron.parallel.hashing import mix
 from megatron.parallel.topology import Topology
 from megatron.pipeline import orders
 from megatron.pipeline.executor import Executor
