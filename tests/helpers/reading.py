@@ -132,7 +132,7 @@ class Count:
     last tokens of documents depend on the packing.
     """
 
-    def __init__(self, sources: Mapping[str, tuple[int, Sequence[int]]]) -> None:
+    def __init__(self, sources: Mapping[Any, tuple[int, Sequence[int]]]) -> None:
         bounds = {name: first + np.cumsum([0, *sizes]) for name, (first, sizes) in sources.items()}
         self._ends = {int(stop) - 1 for stops in bounds.values() for stop in stops[1:]}
         self._begins = {int(start) for starts in bounds.values() for start in starts[:-1]}
@@ -159,7 +159,7 @@ class Count:
             counts = self.counts[inner]
             assert counts.max() - counts.min() <= 1, name
 
-    def trained(self, name: str) -> int:
+    def trained(self, name: object) -> int:
         """Return the number of tokens of a source that were trained on."""
         of_source = self._all[name]
         return int((self.counts - self._left_out)[of_source].sum())

@@ -47,7 +47,9 @@ LINEAR: dict[str, Any] = dict(
 
 def tiny(**fields: Any) -> Config:
     """Return RUN with other fields, on random tokens unless a field names data."""
-    mock = not any(name.endswith(("data_path", "data_file_list")) for name in fields)
+    mock = not any(
+        name.endswith(("data_path", "data_file_list", "blend_schedule")) for name in fields
+    )
     return Config.create(**{**RUN, "mock_data": mock, **fields})
 
 

@@ -1,6 +1,9 @@
 """Runs whose data change: a count of the tokens that their jobs really read."""
 
 import json
+import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,32 +35,49 @@ BASE = dict(
 
 
 class Corpus:
-    """Three sources of numbered tokens, with documents shorter and longer than a sample."""
+    """Three sources of numbered tokens, with documents shorter and longer than a sample.
+
+    prefixes  {name: prefix now}
+    sources   {split: {(name, generation) of a stream: first token, sizes of its documents}}
+    """
 
     def __init__(self, folder):
         random = np.random.RandomState(3)
-        first = 0
-        self.prefixes, self.train, self.valid = {}, {}, {}
+        self.end = 0
+        self.prefixes = {}
+        self.sources = {"train": {}, "valid": {}}
         for name, documents, longest in (("a", 20, 20), ("b", 12, 40), ("c", 25, 9)):
-            sizes = [*random.randint(2, longest, documents), 4]
-            prefix = write_numbered(folder / name, sizes, first)
-            some = round(SHARE * len(sizes))
-            self.prefixes[name] = prefix
-            self.train[prefix] = first, sizes[:some]
-            self.valid[prefix] = first + sum(sizes[:some]), sizes[some:]
-            first += sum(sizes)
+            sizes = [*random.randint(2, longest, documents).tolist(), 4]
+            self.prefixes[name] = str(folder / name)
+            self.write(name, sizes, (self.prefixes[name], 0))
+
+    def write(self, name, sizes, stream):
+        """Write the files of a source, whose tokens no other files have."""
+        write_numbered(self.prefixes[name], sizes, self.end)
+        some = round(SHARE * len(sizes))
+        self.sources["train"][stream] = self.end, sizes[:some]
+        self.sources["valid"][stream] = self.end + sum(sizes[:some]), sizes[some:]
+        self.end += sum(sizes)
+
+    def move(self, name):
+        former = self.prefixes[name]
+        self.prefixes[name] += "-moved"
+        for suffix in (".bin", ".idx"):
+            os.rename(former + suffix, self.prefixes[name] + suffix)
 
     def blend(self, text):
-        return tuple(self.prefixes.get(word, word) for word in text.split())
+        return re.sub(r"\b[abc]\b", lambda name: self.prefixes[name[0]], text)
 
 
 @dataclass
 class Job:
     """One start of a run: its layout, what differs from BASE, and how it ends.
 
-    until  iteration at which it ends well
-    kill   arguments of `strike` for rank 0
-    spike  iteration with a loss spike
+    until    iteration at which it ends well
+    kill     arguments of `strike`
+    spike    iteration with a loss spike
+    before   what happens to the data before it
+    refused  words of the error that ends it
     """
 
     until: int = 100
@@ -65,6 +85,8 @@ class Job:
     kill: tuple = ()
     spike: int | None = None
     changes: dict = field(default_factory=dict)
+    before: Callable = lambda corpus: None
+    refused: str = ""
 
 
 def state_of(folder):
@@ -79,6 +101,7 @@ def read_jobs(tmp_path, corpus, jobs):
     for number, job in enumerate(jobs):
         folder = tmp_path / f"job{number}"
         folder.mkdir()
+        job.before(corpus)
         fields = {
             **BASE,
             **job.changes,
@@ -86,15 +109,15 @@ def read_jobs(tmp_path, corpus, jobs):
             "save": str(saved),
             "load": str(saved),
         }
-        for name in ("data_path", "blend_schedule"):
-            if name in fields:
-                words = corpus.blend(fields[name])
-                fields[name] = words if name == "data_path" else " ".join(words)
+        if "data_path" in fields:
+            fields["data_path"] = tuple(corpus.blend(fields["data_path"]).split())
+        if "blend_schedule" in fields:
+            fields["blend_schedule"] = corpus.blend(fields["blend_schedule"])
         try:
             run_processes(job.ranks, record, folder, fields, job.kill, job.spike)
-            assert not job.kill
-        except ProcessFailed:
-            if not job.kill:
+            assert not (job.kill or job.refused)
+        except ProcessFailed as failure:
+            if not job.kill and not (job.refused and job.refused in str(failure)):
                 raise
         for reading in readings.values():
             reading.add(folder)
@@ -124,13 +147,14 @@ def check(tmp_path, jobs):
     """Check that each token of an epoch was read once before the next; return the last state."""
     corpus = Corpus(tmp_path)
     readings, state, config = read_jobs(tmp_path, corpus, jobs)
-    for split, sources in (("train", corpus.train), ("valid", corpus.valid)):
+    for split, sources in corpus.sources.items():
         count = Count(sources)
         for sample, trained in all_samples(readings[split], state, config, split):
             count.add(sample, trained=trained)
         if split == "train":
             for name, source in state["sources"].items():
-                assert source["tokens"] == count.trained(name)
+                streams = [stream for stream in sources if stream[0] == name]
+                assert source["tokens"] == sum(map(count.trained, streams))
     return state
 
 
@@ -152,3 +176,44 @@ def test_each_token_is_read_once_in_an_epoch(tmp_path):
     ]
     state = check(tmp_path, jobs)
     assert state["left_out"]
+
+
+@pytest.mark.campaign("kills")
+def test_layouts_kills_and_a_schedule(tmp_path):
+    """The files of a source are moved between two jobs; a kill comes while a checkpoint is written."""
+    schedule = dict(blend_schedule="0: 2 a 1 b, 200: 1 b 1 c, 500: 1 a 1 b 1 c", hidden_dropout=0.0)
+    tensor = dict(schedule, tensor_model_parallel_size=2, global_batch_size=8)
+    stages = dict(schedule, pipeline_model_parallel_size=2, micro_batch_size=2, seq_length=12)
+    writing = ("os.rename", 1, "kill", "iter_0000006")
+    jobs = [
+        Job(3, ranks=2, changes=schedule),
+        Job(ranks=2, kill=writing, changes=dict(schedule, async_save=True)),
+        Job(ranks=2, kill=("megatron.run.step", 5, "kill"), changes=tensor),
+        Job(11, ranks=2, changes=stages, before=lambda corpus: corpus.move("a")),
+        Job(16, changes=dict(schedule, data_packing="best-fit")),
+    ]
+    state = check(tmp_path, jobs)
+    starts = [phase["start"] for phase in state["history"]["train"]]
+    assert 200 // 8 in starts and len(starts) == 5
+
+
+def test_what_needs_a_flag_is_named_and_right_with_it(tmp_path):
+    """The files of a source are replaced by others, whose tokens and epochs count for themselves."""
+    blend = dict(data_path="1 a 1 b")
+    seed = dict(blend, seed=7)
+    files = dict(seed, allow_data_changes=("files",))
+
+    def replace(corpus):
+        corpus.write("a", [9, 3, 14, 30, 5, 8, 8, 8, 8, 2], (corpus.prefixes["a"], 1))
+
+    jobs = [
+        Job(4, changes=blend),
+        Job(changes=seed, refused="--allow-data-changes seed"),
+        Job(8, changes=dict(seed, allow_data_changes=("seed",))),
+        Job(changes=seed, before=replace, refused="--allow-data-changes files"),
+        Job(changes=dict(files, split="50,50,0"), refused="--allow-data-changes split"),
+        Job(12, changes=files),
+        Job(20, changes=seed, before=lambda corpus: corpus.move("a")),
+    ]
+    state = check(tmp_path, jobs)
+    assert len(state["history"]["train"]) == 3
