@@ -100,7 +100,7 @@ RECORD: Kinds = {
     _samples: ("samples",),
     _list_of(_counts): ("left_out",),
     _list_of(is_text): ("places", "data"),
-    _list_of(_table): ("slow",),
+    _list_of(_table): ("slow", "phases"),
     _table_of(_table_of(_number_or_null)): ("phases_ms", "sources"),
     _table_of(_table): ("experts", "results"),
 }

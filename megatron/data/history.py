@@ -13,11 +13,12 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from megatron.data.interleave import Interleaving
 from megatron.untrusted import is_count
 
-_SHOWN = 8  # weights listed in a line
+_SHOWN = 8  # changes, and weights of a change, that are listed
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,18 @@ def to_record(phases: Iterable[DataPhase]) -> list[dict[str, object]]:
     ]
 
 
+def summary(phases: Sequence[DataPhase], phase: DataPhase) -> dict[str, Any]:
+    """Return a phase for tables and the metrics file; the tokens are those of `phases` before it."""
+    return {
+        "position": phase.start,
+        "tokens": tokens_before(phases, phase.start),
+        "seq_length": phase.seq_length,
+        "packing": phase.packing,
+        "seed": phase.seed,
+        "blend": {source.name: source.weight for source in phase.sources},
+    }
+
+
 def from_record(record: object) -> DataPhases:
     """Return the phases in a checkpoint. Raises ValueError if they are damaged."""
     phases = list[DataPhase]()
@@ -289,6 +302,13 @@ def changes(past: Sequence[DataPhase], now: DataPhase) -> list[Change]:
         text = "each source continues where it stopped, in samples of"
         found.append(Change(f"{text} {settings[0]} (were {settings[1]})"))
     return found
+
+
+def shown(found: Sequence[Change]) -> list[str]:
+    """Return the texts of changes, of many only the first ones."""
+    texts = [change.text for change in found[:_SHOWN]]
+    rest = len(found) - len(texts)
+    return [*texts, f"and {rest} more changes"] if rest else texts
 
 
 def _common(one: PhaseSource, other: PhaseSource) -> int:

@@ -14,7 +14,7 @@ from megatron.config import Config
 from megatron.config.training import BatchConfig, TrainingConfig
 from megatron.data.datasets import SPLIT_NAMES, open_data, plan_splits, scheduled_phases
 from megatron.data.gpt_dataset import SlicedDataset, TokenDataset
-from megatron.data.history import DataPhase, DataPhases, continued_phases, tokens_before
+from megatron.data.history import DataPhase, DataPhases, continued_phases, summary
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import Ledger, short_names
 from megatron.data.order import sample_order
@@ -125,13 +125,8 @@ class RunData:
         return [
             {
                 "data": split,
-                "position": phase.start,
-                "tokens": tokens_before(phases, phase.start),
                 "begun": phase.start < self.progress.position(split),
-                "seq_length": phase.seq_length,
-                "packing": phase.packing,
-                "seed": phase.seed,
-                "blend": {source.name: source.weight for source in phase.sources},
+                **summary(phases, phase),
             }
             for split in self.progress.history
             for phases in [self.phases(split)]

@@ -291,12 +291,16 @@ class HarnessEvaluated(Event):
 
 
 class DataTaken(Event):
-    """Samples, tokens and epochs taken from each data source so far; see Ledger.record."""
+    """Samples, tokens and epochs taken from each data source so far; see Ledger.record.
+
+    phases   phases of the data that began since the last such event; see history.summary
+    """
 
     event = "data"
     iteration: int
     consumed_samples: int
     sources: Mapping[str, Record]
+    phases: Sequence[Record] = ()
 
 
 class ComputeTimes(Event):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.data.history import to_record
+from megatron.data import history
 from megatron.data.ledger import Ledger
 from megatron.data.order import sample_order
 from megatron.data.stream import StreamDataset
@@ -94,18 +94,58 @@ class SameCopies(Callback):
 
 @dataclass(eq=False)
 class DataLedger(Callback):
-    """Counts and reports how much is taken from each source of the training data."""
+    """Counts and reports how much is taken from each source of the training data.
+
+    It also reports phases of the data that begin; the job began at position `_first`, and the phases
+    from position `_unrecorded` on are not in the metrics file yet.
+    """
 
     _ledger: Ledger
     _iteration: int  # of the last report
+    _first: int
+    _unrecorded: int
 
     def on_advance(self, run: Run) -> None:
         progress = run.progress
+        new = [phase for phase in self._begun(run) if phase.start > self._first]
+        phases = self._phases(run)
+        for phase in new:
+            past = phases[: phases.index(phase)]
+            texts = "; ".join(history.shown(history.changes(past, phase)))
+            run.reporter.say(
+                f" data: from sample {phase.start} on, after {history.tokens_before(past, phase.start)} "
+                f"tokens, in iteration {progress.iteration}: {texts}"
+            )
         trained = skipped_until(run.config, progress.iteration) == 0
         for source, epoch in self._ledger.advance(progress.consumed_samples, trained=trained):
             run.reporter.say(
                 f" data: {source} begins epoch {epoch} at iteration {progress.iteration}"
             )
+        if new:
+            self._record(run)
+
+    def _phases(self, run: Run) -> history.DataPhases:
+        train = run.datasets.train
+        return train.phases if isinstance(train, StreamDataset) else ()
+
+    def _begun(self, run: Run) -> list[history.DataPhase]:
+        """Return the phases that have begun and are not in the metrics file yet."""
+        now = run.progress.position()
+        return [phase for phase in self._phases(run) if self._unrecorded <= phase.start < now]
+
+    def _record(self, run: Run) -> None:
+        phases = self._phases(run)
+        new = [history.summary(phases, phase) for phase in self._begun(run)]
+        progress = run.progress
+        self._unrecorded = progress.position()
+        run.reporter.publish(
+            events.DataTaken(
+                iteration=progress.iteration,
+                consumed_samples=progress.consumed_samples,
+                sources=self._ledger.record(),
+                phases=new or (),
+            )
+        )
 
     def figures(self, run: Run) -> Mapping[str, object]:
         return {"sources": self._ledger.by_short_name()}
@@ -118,7 +158,7 @@ class DataLedger(Callback):
         run.progress.sources = self._ledger.record()
         splits = {"train": run.datasets.train, "valid": run.datasets.valid}
         run.progress.history = {
-            name: to_record(dataset.begun(run.progress.position(name)))
+            name: history.to_record(dataset.begun(run.progress.position(name)))
             for name, dataset in splits.items()
             if isinstance(dataset, StreamDataset)
         }
@@ -129,13 +169,7 @@ class DataLedger(Callback):
             return
         self._iteration = progress.iteration
         run.reporter.say(self._ledger.line())
-        run.reporter.publish(
-            events.DataTaken(
-                iteration=progress.iteration,
-                consumed_samples=progress.consumed_samples,
-                sources=self._ledger.record(),
-            )
-        )
+        self._record(run)
 
     def on_rollback(self, run: Run, samples: range) -> None:
         progress = run.progress
@@ -146,6 +180,7 @@ class DataLedger(Callback):
             progress.left_out, progress.consumed_samples, progress.sources, samples
         )
         self._iteration = progress.iteration
+        self._unrecorded = progress.position()
         progress.sources = self._ledger.record()
 
 
@@ -234,7 +269,8 @@ def build_callbacks(
     if train is not None and not config.training.skip_train:
         order = sample_order(config.data.dataloader_type, train.available, progress.left_out)
         ledger = Ledger(train, order, progress.consumed_samples, progress.sources)
-        yield DataLedger(ledger, progress.iteration)
+        position = progress.position()
+        yield DataLedger(ledger, progress.iteration, position, position)
     yield TimeLeft(costs)
     if config.engine.extra:
         from megatron.training.run.deepspeed_reports import DeepSpeedReports

@@ -17,7 +17,7 @@ from megatron.parallel import collectives
 from megatron.parallel.topology import Topology
 from megatron.training.report.reporter import Reporter
 from megatron.training.run.host import device_name
-from megatron.training.run.schedules import BatchSchedule, Progress
+from megatron.training.run.schedules import BatchSchedule, LengthSchedule, Progress
 
 
 def describe_setup(
@@ -98,6 +98,15 @@ def describe_length(
         f"training: iterations {progress.iteration + 1} to {end}, {samples:,} samples, "
         f"{tokens - progress.consumed_tokens:,} tokens{evaluated}",
     )
+    full = config.model.seq_length
+    stretches = LengthSchedule.from_config(config).stretches(
+        batches, progress.iteration, before, end
+    )
+    if cut := sum((full - length) * number for length, _, number in stretches):
+        reporter.console.say_wrapped(
+            f"note: data: curriculum_learning leaves out {cut:,} tokens from now on: of each sample of "
+            f"{full} tokens, only the first ones are trained on while sequences are shorter"
+        )
 
 
 def report_data(

@@ -30,7 +30,7 @@ from megatron.data.datasets import (
     plan_splits,
 )
 from megatron.data.gpt_dataset import MOCK, TokenDataset
-from megatron.data.ledger import short_names
+from megatron.data.ledger import is_consumed, short_names
 from megatron.data.order import sample_order
 from megatron.data.reorder import Ordered, reordered
 from megatron.data.stream import StreamDataset
@@ -62,6 +62,7 @@ _ORDER = (
     *("seed", "seq_length", "mock_data", "data_path", "data_file_list", "train_data_path", "split"),
     *("train_data_exact_num_epochs", "data_packing", "dataloader_type"),
 )
+_LISTED = 6  # sources in a line
 _LOOKED_AT = 2000  # at least this number of remaining steps are compared; all, if there are fewer
 
 
@@ -202,6 +203,27 @@ def with_checkpoint_settings(config: Config, stored: Stored | None, reporter: Re
             f"--use-checkpoint-opt_param-scheduler: {', '.join(listed)}"
         )
     return config.replace(schedule_basis=basis)
+
+
+def describe_beginning(stored: Stored, dataset: TokenDataset, say: Say) -> None:
+    """Say that a run with a checkpoint's weights reads its data anew, and what was read before."""
+    state = read_manifest(stored.folder).read_json(STATE).get("state")
+    sources = state.get("sources") if isinstance(state, dict) else None
+    records = sources.items() if isinstance(sources, dict) else ()
+    read = {name: one["epochs"] for name, one in records if is_consumed(one) and one["epochs"]}
+    again = {one.name: read[one.name] for one in dataset.sources if one.name in read}
+    if not read:
+        return
+    short = short_names(again)
+    most = sorted(again.items(), key=lambda item: -item[1])
+    listed = [f"{epochs:.3g} epochs of {short[name]}" for name, epochs in most[:_LISTED]]
+    if rest := most[_LISTED:]:
+        listed.append(f"{len(rest)} more sources")
+    text = f": its run has read {', '.join(listed)}" if listed else " of other data"
+    say(
+        f"note: data: this run begins at the beginning of its data, although it continues the weights "
+        f"of {stored.folder}{text}"
+    )
 
 
 def describe_resume(
@@ -384,8 +406,9 @@ def describe_data(
         position = progress.position()
         past = dataset.begun(position)
         now = [phase for phase in dataset.phases if phase.start <= position][-1]
-        for change in history.changes(past, now) if now.start == position else ():
-            say(f"note: data: {change.text}")
+        found = history.changes(past, now) if now.start == position else []
+        for text in history.shown(found):
+            say(f"note: data: {text}")
         return
     former = FormerData(stored, config)
     changes = former.changes(train_samples)

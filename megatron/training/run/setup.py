@@ -75,6 +75,7 @@ from megatron.training.run.process import Signals
 from megatron.training.run.provenance import Provenance, layout_record, versions
 from megatron.training.run.resume import (
     continued_data,
+    describe_beginning,
     describe_resume,
     stored_progress,
     stored_settings,
@@ -273,10 +274,13 @@ def assemble(
     left = max(0, end - progress.iteration)
     train_samples = max(samples[0], batches.samples_after(left, progress.consumed_samples))
     datasets = extended(config, datasets, build, samples, train_samples)
+    train = None if config.training.skip_train else datasets.train
     if stored is not None and not config.checkpoint.finetune:
-        train = None if config.training.skip_train else datasets.train
         to_come = (train, train_samples, progress, end, topology.device, reporter)
         decided_by_first(topology, partial(describe_resume, stored, config, *to_come))
+    if stored is not None and train is not None and not before.consumed_samples:
+        say = reporter.console.say_wrapped
+        decided_by_first(topology, partial(describe_beginning, stored, train, say))
     compare_samples(datasets, topology)
     costs = publish_start(config, sizes, topology, locations, progress, reporter)
     if isinstance(tokenizer, LimitedTokenizer):

@@ -1,15 +1,18 @@
 """curriculum_learning of a DeepSpeed JSON: sequences that grow during the run."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from megatron.config.phases import parse_curriculum
+from megatron.data.datasets import Datasets
 from megatron.data.gpt_dataset import MockDataset
 from megatron.data.sampler import make_micro_batch
-from megatron.training.run.schedules import BatchSchedule, LengthSchedule
+from megatron.training.run.describe import describe_length
+from megatron.training.run.schedules import BatchSchedule, LengthSchedule, Progress
 from tests.helpers.processes import run_processes
 from tests.helpers.tiny import one_stage, records, run, tiny, values
 
@@ -71,6 +74,17 @@ FIELDS = dict(
     micro_batch_size=2,
 )
 LENGTHS = [8, 16, 24, 32, 32]
+
+
+def test_the_tokens_that_are_cut_off_are_said():
+    config = tiny(**FIELDS)
+    batches = BatchSchedule.from_config(config)
+    for first, cut in ((0, 4 * (24 + 16 + 8)), (2, 4 * 8), (3, None)):
+        lines = []
+        reporter = SimpleNamespace(console=SimpleNamespace(say_wrapped=lines.append))
+        done = Progress(first, 4 * first, 4 * sum(LENGTHS[:first]))
+        describe_length(config, batches, Datasets(), done, 5, 4 * sum(LENGTHS), reporter)
+        assert len(lines) == (1 if cut is None else 2) and (cut is None or f" {cut} " in lines[1])
 
 
 def figures(folder, ranks=1, **fields):

@@ -14,8 +14,9 @@ from megatron.data.ledger import Ledger
 from megatron.data.order import SampleOrder, sample_order
 from megatron.errors import ConfigError
 from megatron.training.run.provenance import Provenance
-from megatron.training.run.resume import describe_data, stored_settings
+from megatron.training.run.resume import describe_beginning, describe_data, stored_settings
 from megatron.training.run.schedules import BatchSchedule, Progress, planned_samples
+from tests.checkpoint.written import make
 from tests.helpers.indexed import write_documents
 from tests.helpers.tiny import rank_topology, tiny
 
@@ -167,3 +168,18 @@ def test_a_list_of_data_with_other_weights_is_another_blend(tmp_path, data):
     repeated, skipped = numbers(line)
     # 30 samples of the first source count as taken, and 10 of the other one: 20 of each were
     assert "blend" in line and repeated >= 10 and skipped >= 10
+
+
+def test_a_run_with_the_weights_only_is_told_what_was_read_before(tmp_path, data):
+    settings = config(data)
+    records = {name: dict(samples=9, tokens=99, epochs=0.625) for name in (data[0], "another")}
+    folder = make(tmp_path, 10, {}, config=plain(settings), state={"sources": records})
+    stored = stored_settings(folder, settings)
+    lines = []
+    for prefixes, number in ((data, 1), (data[::-1], 1), ([data[1], data[1]], 0)):
+        train = build_datasets(config(prefixes), 80, 0, 0).train
+        describe_beginning(stored, train, lines.append)
+        assert lines.pop().count("0.625 epochs") == number
+    folder = make(tmp_path, 20, {}, config=plain(settings))
+    describe_beginning(stored_settings(folder, settings), train, lines.append)
+    assert not lines
