@@ -35,7 +35,7 @@ from megatron.data.history import (
     DataPhases,
     PhaseSource,
     Scheduled,
-    changes,
+    changes_from,
     continued_phases,
     named,
 )
@@ -479,10 +479,9 @@ def _build_stream(
 
 def refuse_changes(data: DataConfig, past: DataPhases, phases: DataPhases, position: int) -> None:
     """Raise ConfigError for a change of the training data that --allow-data-changes does not have."""
-    now = [phase for phase in phases if phase.start <= position][-1]
     refused = [
         change
-        for change in changes(past, now)
+        for change in changes_from(past, phases, position)
         if change.needs and change.needs not in data.allow_data_changes
     ]
     if refused:

@@ -9,10 +9,11 @@ resumed run needs no replay. Checkpoints have the phases that have begun.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from megatron.data.interleave import Interleaving
@@ -81,7 +82,7 @@ class Scheduled:
 def stretches(phases: Sequence[DataPhase], end: int) -> Iterator[tuple[DataPhase, int]]:
     """Yield each phase with its number of samples before position `end`."""
     starts = [phase.start for phase in phases] + [max(end, phases[-1].start)] if phases else []
-    for phase, (start, stop) in zip(phases, pairwise(starts), strict=True):
+    for phase, (start, stop) in zip(phases, itertools.pairwise(starts), strict=True):
         yield phase, max(0, min(stop, end) - start)
 
 
@@ -102,7 +103,7 @@ def continued_phases(
 
     The first scheduled phase begins after 0 tokens. The one that holds at `position` continues the
     last past phase if nothing but its start differs. The others begin at the first position before
-    which there are as many tokens as scheduled.
+    which there are as many tokens as scheduled; one that has no sample until the next is left out.
     """
     phases = list(begun(past, position))
     tokens = tokens_before(phases, position)
@@ -113,6 +114,8 @@ def continued_phases(
     for each in schedule:
         if each.tokens > tokens:
             start = position - (tokens - each.tokens) // length
+            if phases[-1].start == start:
+                phases.pop()
             phases.append(replace(each.phase, start=start))
     return tuple(phases)
 
@@ -138,33 +141,46 @@ def named(
 ) -> tuple[PhaseSource, ...]:
     """Return sources with the names and generations of their streams.
 
-    A source has the name that it had in a past phase with the same sequences, or else in the only
-    stream of its prefix. Otherwise the name is the prefix, followed by the sequences if several
-    sources have this prefix. Sources that read the same sequences become one, of the sum of their
-    weights. `replaced` has the prefixes whose files were replaced since.
+    A source has the name that it had in a past phase with the same sequences (the source that had
+    it last, if there are several), or else in the only stream of its prefix. Otherwise the name is
+    the prefix, followed by the sequences if several sources have this prefix, and by a number if
+    another stream has this name. Sources that read the same sequences become one, of the sum of
+    their weights. `replaced` has the prefixes whose files were replaced since.
     """
-    former = {
-        (each.prefix, each.first, each.stop): each for phase in past for each in phase.sources
-    }
-    generations = {each.name: each.generation for phase in past for each in phase.sources}
-    names = dict[str, set[str]]()
-    for each in former.values():
-        names.setdefault(each.prefix, set()).add(each.name)
     merged: dict[tuple[str, int, int], PhaseSource] = {}
     for source in sources:
         key = source.prefix, source.first, source.stop
         before = merged.get(key)
         weight = source.weight + (before.weight if before else 0.0)
         merged[key] = replace(source, weight=weight)
+    generations = dict[str, int]()
+    former = dict[str, set[str]]()
+    last = dict[str, tuple[str, int, int]]()
+    names = dict[tuple[str, int, int], str]()
+    for each in (source for phase in past for source in phase.sources):
+        generations[each.name] = each.generation
+        former.setdefault(each.prefix, set()).add(each.name)
+        key = each.prefix, each.first, each.stop
+        if key in merged:
+            names[key] = each.name
+            last[each.name] = key
+    names = {key: name for key, name in names.items() if last[name] == key}
+    sources_of = Counter(prefix for prefix, _, _ in merged)
     result = []
     for key, source in merged.items():
-        alone = sum(each.prefix == source.prefix for each in merged.values()) == 1
-        name = source.prefix if alone else f"{source.prefix}@{source.first}:{source.stop}"
-        if key in former:
-            name = former[key].name
-        elif alone and len(names.get(source.prefix, ())) == 1:
-            (name,) = names[source.prefix]
-        generation = generations.get(name, 0) + (name in generations and source.prefix in replaced)
+        prefix, first, stop = key
+        alone = sources_of[prefix] == 1
+        free = former.get(prefix, set()) - set(names.values()) if alone else set()
+        name = prefix if alone else f"{prefix}@{first}:{stop}"
+        if len(free) == 1:
+            (name,) = free
+        if key not in names:
+            taken = (generations.keys() - free) | set(names.values())
+            numbered = (f"{name} ({number})" for number in itertools.count(2))
+            tries = itertools.chain([name], numbered)
+            names[key] = next(each for each in tries if each not in taken)
+        name = names[key]
+        generation = generations.get(name, 0) + (name in generations and prefix in replaced)
         result.append(replace(source, name=name, generation=generation))
     return tuple(result)
 
@@ -206,6 +222,8 @@ def from_record(record: object) -> DataPhases:
         if not all(map(is_count, counts)) or not isinstance(entry["packing"], str):
             raise ValueError("a phase with invalid settings")
         phase = DataPhase(**{**entry, "sources": tuple(map(_source, sources))})
+        if len({source.stream for source in phase.sources}) < len(phase.sources):
+            raise ValueError("a stream that is twice in a phase")
         begins = phase.start > phases[-1].start if phases else phase.start == 0
         if not begins or not phase.seq_length:
             raise ValueError("phases out of order")
@@ -242,6 +260,22 @@ class Change:
 
     text: str
     needs: str = ""
+
+
+def changes_from(
+    past: Sequence[DataPhase], phases: Sequence[DataPhase], position: int
+) -> list[Change]:
+    """Return what differs from the past phases in a run that continues in `phases` from `position`.
+
+    Of the phases after the one that holds there, it is only what --allow-data-changes is for.
+    """
+    listed = list[Change]()
+    for phase in phases:
+        if phase.start == position:
+            listed += changes(past, phase)
+        elif phase.start > position:
+            listed += [change for change in changes(past, phase) if change.needs]
+    return list(dict.fromkeys(listed))
 
 
 def changes(past: Sequence[DataPhase], now: DataPhase) -> list[Change]:

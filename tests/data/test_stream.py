@@ -11,8 +11,10 @@ from megatron.data.history import (
     DataPhase,
     PhaseSource,
     Scheduled,
+    changes_from,
     continued_phases,
     from_record,
+    named,
     to_record,
 )
 from megatron.data.indexed_dataset import IndexedDataset
@@ -141,3 +143,44 @@ def test_windows_are_read_one_after_another(tmp_path, monkeypatch):
     assert sum(sizes) == 30 and len(sizes) == places[0].windows == 8 and set(sizes) == {3, 4}
     assert [places[number].epoch for number in (0, 29, 30, 60)] == [1, 1, 2, 3]
     assert [places[number].epochs for number in (0, 15, 30, 60)] == [0, 0.5, 1, 2]
+
+
+def test_phases_shorter_than_a_sample_are_left_out():
+    first, second, third = (DataPhase(0, 10, "concat", 1, (source(p),)) for p in "abc")
+    schedule = [Scheduled(0, first), Scheduled(92, second), Scheduled(98, third)]
+    for past, position in (((), 0), ((first,), 9)):
+        phases = continued_phases(past, position, schedule)
+        assert phases == (first, dataclasses.replace(third, start=10))
+        assert from_record(to_record(phases)) == phases
+
+
+def source(prefix, first=0, stop=9, name=None):
+    return PhaseSource(1.0, prefix, name or prefix, first, stop)
+
+
+def test_each_source_of_a_phase_has_a_stream_of_its_own():
+    def phase(start, *sources):
+        return DataPhase(start, 10, "concat", 1, sources)
+
+    def names(*sources, past):
+        return [each.name for each in named(sources, past)]
+
+    whole, part = source("a"), source("a", 0, 5)
+    past = (phase(0, whole), phase(5, part))  # the part took the stream over
+    assert names(part, past=past) == names(whole, past=past) == ["a"]
+    assert names(whole, part, past=past) == ["a@0:9", "a"]
+    past = (phase(0, source("moved", name="a")),)
+    assert names(source("moved"), source("a"), past=past) == ["a", "a (2)"]
+    record = to_record([phase(0, whole, dataclasses.replace(part, name="a"))])
+    with pytest.raises(ValueError):
+        from_record(record)
+
+
+def test_changes_of_a_later_phase_need_consent_too():
+    both = DataPhase(0, 10, "concat", 1, (source("a"), source("b")))
+    one = DataPhase(5, 10, "concat", 1, (source("a"),))
+    other = PhaseSource(1.0, "b", "b", 0, 9, generation=1)
+    again = dataclasses.replace(both, start=20, sources=(source("a"), other))
+    assert [change.needs for change in changes_from((both, one), (both, one, again), 8)] == [
+        "files"
+    ]

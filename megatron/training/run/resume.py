@@ -405,9 +405,7 @@ def describe_data(
     if isinstance(dataset, StreamDataset):
         position = progress.position()
         past = dataset.begun(position)
-        now = [phase for phase in dataset.phases if phase.start <= position][-1]
-        found = history.changes(past, now) if now.start == position else []
-        for text in history.shown(found):
+        for text in history.shown(history.changes_from(past, dataset.phases, position)):
             say(f"note: data: {text}")
         return
     former = FormerData(stored, config)
