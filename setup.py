@@ -104,7 +104,7 @@ helpers = Pybind11Extension(
             "shuffle",
         )
     ],
-    depends=["csrc/index_helpers.hpp"],
+    depends=["csrc/index_helpers.hpp", "csrc/permutation.hpp"],
     cxx_std=17,
     extra_compile_args=["-O3"],
 )

@@ -7,7 +7,7 @@
 PYBIND11_MODULE(_index_helpers, module) {
   module.doc() = "Index loops of megatron.data in C++; megatron.data.indexed_dataset is the interface.";
   // Increased whenever names or arguments change, so that a library from an older build is not used.
-  module.attr("interface") = 5;
+  module.attr("interface") = 6;
   index_helpers::bind_blend(module);
   index_helpers::bind_gather(module);
   index_helpers::bind_interleave(module);

@@ -1,9 +1,11 @@
 // Builds the sample index: the document, and the offset in it, at which each sample starts. Finds the documents of a
-// sample without it.
+// sample without it, if their order is a permutation.
 
 #include "index_helpers.hpp"
+#include "permutation.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -91,25 +93,71 @@ Array<Index> build_sample_index(const Array<uint8_t>& sizes, const Array<int32_t
   return result;
 }
 
+// Documents first .. first + count - 1 in the order of a permutation.
+class Shuffled {
+ public:
+  Shuffled(const Array<uint8_t>& sizes, int64_t first, int64_t count, uint64_t key)
+      : sizes_(sizes.data(), sizes.shape(0) / 4), first_(first), count_(count), order_(count, key) {
+    if (sizes.ndim() != 1) throw std::invalid_argument("expected a one-dimensional array");
+    if (first < 0 || count > sizes.shape(0) / 4 - first) throw std::invalid_argument("documents without a size");
+  }
+
+  int64_t count() const { return count_; }
+  int32_t at(int64_t place) const { return static_cast<int32_t>(first_ + order_.at(place)); }
+  const Sizes& sizes() const { return sizes_; }
+
+ private:
+  Sizes sizes_;
+  int64_t first_;
+  int64_t count_;
+  Permutation order_;
+};
+
+void check_shuffled(int64_t count, int64_t stride) {
+  if (count < 1 || stride < 1) throw std::invalid_argument("expected count >= 1 and stride >= 1");
+}
+
+// Returns the number of tokens before every stride-th document of an order, and of all.
+Array<int64_t> token_starts(const Array<uint8_t>& sizes, int64_t first, int64_t count, uint64_t key, int64_t stride) {
+  check_shuffled(count, stride);
+  const Shuffled documents(sizes, first, count, key);
+  Array<int64_t> result((count - 1) / stride + 2);
+  int64_t* start = result.mutable_data();
+  {
+    py::gil_scoped_release release;
+    std::array<int32_t, kAhead> some;
+    int64_t tokens = 0;
+    for (int64_t at = 0; at < count; at += kAhead) {
+      const int64_t number = std::min(kAhead, count - at);
+      for (int64_t i = 0; i < number; ++i) {
+        some[i] = documents.at(at + i);
+        documents.sizes().request(some[i]);
+      }
+      for (int64_t i = 0; i < number; ++i) {
+        if ((at + i) % stride == 0) *start++ = tokens;
+        tokens += documents.sizes()[some[i]];
+      }
+    }
+    *start = tokens;
+  }
+  return result;
+}
+
 template <typename Number>
 Array<Number> array_of(const std::vector<Number>& numbers) {
   return Array<Number>(numbers.size(), numbers.data());
 }
 
-// Returns the sequences that have tokens begin .. end - 1 of the documents joined in this order, and the offset of the
-// first token and the number of tokens in each of them. starts[i] is the number of tokens before document i * stride; the
-// last entry counts all. Less than asked for is returned if a document is not in `sizes`, or if there are no more.
-py::tuple documents_between(const Array<uint8_t>& sizes, const Array<int32_t>& documents, const Array<int64_t>& starts,
-                            int64_t stride, int64_t begin, int64_t end) {
-  if (sizes.ndim() != 1 || documents.ndim() != 1 || starts.ndim() != 1) {
-    throw std::invalid_argument("expected one-dimensional arrays");
+// Returns the sequences that have tokens begin .. end - 1 of the documents joined in an order, and the offset of the
+// first token and the number of tokens in each of them; less than asked for if there are no more. `starts` is what
+// token_starts returns.
+py::tuple documents_between(const Array<uint8_t>& sizes, int64_t first, int64_t count, uint64_t key,
+                            const Array<int64_t>& starts, int64_t stride, int64_t begin, int64_t end) {
+  check_shuffled(count, stride);
+  if (starts.ndim() != 1 || starts.shape(0) < 1 || begin < 0 || starts.data()[0] > begin) {
+    throw std::invalid_argument("expected begin >= starts[0]");
   }
-  if (stride < 1 || begin < 0 || starts.shape(0) < 1 || starts.data()[0] > begin) {
-    throw std::invalid_argument("expected stride >= 1 and begin >= starts[0]");
-  }
-  const Sizes lengths(sizes.data(), sizes.shape(0) / 4);
-  const int32_t* document = documents.data();
-  const int64_t num_documents = documents.shape(0);
+  const Shuffled documents(sizes, first, count, key);
   const int64_t* start = starts.data();
   const int64_t num_starts = starts.shape(0);
   std::vector<int32_t> sequences;
@@ -119,14 +167,15 @@ py::tuple documents_between(const Array<uint8_t>& sizes, const Array<int32_t>& d
     py::gil_scoped_release release;
     const int64_t block = std::upper_bound(start, start + num_starts, begin) - start - 1;
     int64_t at = start[block];
-    for (int64_t i = block * stride; i < num_documents && at < end && lengths.has(document[i]); ++i) {
-      const int64_t next = at + lengths[document[i]];
-      const int64_t first = std::max(at, begin);
+    for (int64_t i = block * stride; i < count && at < end; ++i) {
+      const int32_t document = documents.at(i);
+      const int64_t next = at + documents.sizes()[document];
+      const int64_t low = std::max(at, begin);
       const int64_t stop = std::min(next, end);
-      if (stop > first) {
-        sequences.push_back(document[i]);
-        offsets.push_back(first - at);
-        counts.push_back(stop - first);
+      if (stop > low) {
+        sequences.push_back(document);
+        offsets.push_back(low - at);
+        counts.push_back(stop - low);
       }
       at = next;
     }
@@ -141,8 +190,11 @@ void bind_sample_index(py::module_& module) {
              py::arg("document_index").noconvert(), py::arg("seq_length"), py::arg("num_samples"));
   module.def("build_sample_index_int64", &build_sample_index<int64_t>, py::arg("sizes").noconvert(),
              py::arg("document_index").noconvert(), py::arg("seq_length"), py::arg("num_samples"));
-  module.def("documents_between", &documents_between, py::arg("sizes").noconvert(), py::arg("documents").noconvert(),
-             py::arg("starts").noconvert(), py::arg("stride"), py::arg("begin"), py::arg("end"));
+  module.def("token_starts", &token_starts, py::arg("sizes").noconvert(), py::arg("first"), py::arg("count"),
+             py::arg("key"), py::arg("stride"));
+  module.def("documents_between", &documents_between, py::arg("sizes").noconvert(), py::arg("first"),
+             py::arg("count"), py::arg("key"), py::arg("starts").noconvert(), py::arg("stride"), py::arg("begin"),
+             py::arg("end"));
 }
 
 }  // namespace index_helpers

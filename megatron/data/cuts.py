@@ -27,16 +27,17 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.data.arrays import BoolArray, Int32Array, Int64Array, IntArray
-from megatron.data.gpt_dataset import BLOCK, IndexFiles, IndexRequest, spread, within
+from megatron.data.gpt_dataset import IndexFiles, IndexRequest, spread, within
 from megatron.data.index_cache import Arrays
 from megatron.data.indexed_dataset import (
     NO_SLICES,
     IndexedDataset,
     SequenceSlices,
+    Shuffled,
     best_fit_pack,
     documents_between,
     group_by_bin,
-    shuffle,
+    token_starts,
 )
 from megatron.data.packed_dataset import Packing, WholePacking, cut_pieces
 from megatron.data.permutation import permute
@@ -44,7 +45,7 @@ from megatron.errors import DataError
 from megatron.parallel.hashing import mix
 
 WINDOW = 1 << 28
-STRIDE = 8  # documents between those whose first token is listed in the index of an epoch
+STRIDE = 32  # documents between those whose first token is listed in the index of an epoch
 # Epochs of fewer documents are shuffled in memory, whenever they are read: it takes milliseconds.
 _IN_MEMORY = 1 << 20
 _EPOCHS_KEPT = 3
@@ -127,17 +128,15 @@ class Rest:
 
 
 class Epoch:
-    """The documents of an epoch in their order.
+    """The documents of an epoch in their order, a permutation.
 
-    documents  int32 [n], sequence numbers
-    starts     int64 [n / STRIDE rounded up, + 1], tokens before every STRIDE-th of them, and all
+    starts  int64 [n / STRIDE rounded up, + 1], tokens before every STRIDE-th of them, and all
     """
 
-    def __init__(self, sizes: Int32Array, documents: IntArray, starts: IntArray) -> None:
+    def __init__(self, sizes: Int32Array, documents: Shuffled, starts: IntArray) -> None:
         self._sizes = sizes
-        # plain arrays: parts of numpy's memory maps are slow to make
-        self._documents = np.asarray(documents)
-        self._starts = np.asarray(starts)
+        self._documents = documents
+        self._starts = np.asarray(starts)  # a part of numpy's memory map is slow to make
 
     @property
     def tokens(self) -> int:
@@ -171,41 +170,37 @@ class Source:
         sizes = self.indexed.sizes
         count = key.stop - key.first
         total = self.indexed.tokens_between(key.first, key.stop)
+        documents = Shuffled(key.first, count, mix(key.seed, key.number))
 
         def build() -> Arrays:
-            documents = np.arange(key.first, key.stop, dtype=np.int32)
-            number = mix(key.seed, key.number)
-            words = np.array([number & 0xFFFFFFFF, number >> 32])
-            shuffle(documents, np.random.RandomState(words))
-            starts = np.zeros(-(-count // STRIDE) + 1, np.int64)
-            for at in range(0, count, BLOCK):  # a multiple of STRIDE
-                some = sizes[documents[at : at + BLOCK]]
-                sums = np.add.reduceat(some, np.arange(0, len(some), STRIDE), dtype=np.int64)
-                starts[at // STRIDE + 1 :][: len(sums)] = sums
-            return {"documents": documents, "starts": np.cumsum(starts)}
+            return {"starts": token_starts(sizes, documents, STRIDE)}
 
         if count < _IN_MEMORY:
             self.indexed.check(key.first, key.stop)
-            return Epoch(sizes, **build())
+            return Epoch(sizes, documents, **build())
         made = dict[str, Epoch]()
 
+        def tokens_of(block: int) -> int:
+            places = np.arange(block * STRIDE, min((block + 1) * STRIDE, count))
+            return int(sizes[key.first + permute(places, count, documents.key)].sum(dtype=np.int64))
+
         def take(arrays: Arrays) -> bool:
-            documents, starts = arrays["documents"], arrays["starts"]
-            if (len(documents), len(starts)) != (count, -(-count // STRIDE) + 1):
-                return False
+            starts = arrays["starts"]
             made["epoch"] = Epoch(sizes, documents, starts)
-            return int(starts[-1]) == total and all(
-                (some := documents[block * STRIDE : (block + 1) * STRIDE]).min() >= key.first
-                and some.max() < key.stop
-                and sizes[some].sum(dtype=np.int64) == starts[block + 1] - starts[block]
-                for block in spread(len(starts) - 1)
+            return (
+                len(starts) == -(-count // STRIDE) + 1
+                and int(starts[-1]) == total
+                and all(
+                    tokens_of(block) == starts[block + 1] - starts[block]
+                    for block in spread(len(starts) - 1)
+                )
             )
 
         description = (
             f"Epoch of a stream\n\nData prefix {self.indexed.prefix}\nSequences {key.first} to "
             f"{key.stop}\nNumber of tokens {total}\nEpoch {key.number}\nRandom seed {key.seed}\n"
         )
-        self.files.load(description, ("documents", "starts"), build, take, (key.first, key.stop))
+        self.files.load(description, ("starts",), build, take, (key.first, key.stop))
         return made["epoch"]
 
 

@@ -484,7 +484,7 @@ try:
     from megatron.data import _index_helpers as compiled  # type: ignore[attr-defined,no-redef,unused-ignore]
 except ImportError:  # a checkout without built extensions: enough for planning and --mock-data
     compiled = None
-if getattr(compiled, "interface", None) != 5:  # built from an older csrc/index_helpers.cpp
+if getattr(compiled, "interface", None) != 6:  # built from an older csrc/index_helpers.cpp
     compiled = None
 
 INT32_MAX = 2**31 - 1
@@ -540,21 +540,29 @@ def build_sample_index(
     return build(sizes.view(np.uint8), document_index, seq_length, num_samples)
 
 
-def documents_between(
-    sizes: Int32Array,
-    documents: IntArray,
-    starts: IntArray,
-    stride: int,
-    begin: int,
-    end: int,
-) -> SequenceSlices:
-    """Return the slices with tokens begin .. end - 1 of the documents, joined in this order.
+class Shuffled(NamedTuple):
+    """`number` documents from `first` on, in the order of permutation number `key`."""
 
-    `documents` are int32. starts[i], int64, is the number of tokens before documents[i * stride];
-    the last entry counts all. If the documents are damaged, the slices have fewer tokens.
+    first: int
+    number: int
+    key: int
+
+
+def token_starts(sizes: Int32Array, documents: Shuffled, stride: int) -> Int64Array:
+    """Return the number of tokens before every stride-th document of an order, and of all."""
+    starts: Int64Array = _loops().token_starts(sizes.view(np.uint8), *documents, stride)
+    return starts
+
+
+def documents_between(
+    sizes: Int32Array, documents: Shuffled, starts: IntArray, stride: int, begin: int, end: int
+) -> SequenceSlices:
+    """Return the slices with tokens begin .. end - 1 of documents, joined in their order.
+
+    `starts` is what token_starts returns.
     """
     return SequenceSlices(
-        *_loops().documents_between(sizes.view(np.uint8), documents, starts, stride, begin, end)
+        *_loops().documents_between(sizes.view(np.uint8), *documents, starts, stride, begin, end)
     )
 
 

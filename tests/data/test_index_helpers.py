@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from megatron.data import gpt_dataset, indexed_dataset
 from megatron.data.datasets import samples_of_component
 from megatron.data.gpt_dataset import IndexRequest, build_index
+from megatron.data.indexed_dataset import Shuffled
+from megatron.data.permutation import permute
 from tests.data.implementations import call
 
 # shuffle
@@ -209,29 +211,27 @@ def test_gather_reads_arrays_that_are_not_aligned():
 
 
 @given(
-    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=30),
-    stride=st.integers(1, 9),
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=200),
+    key=st.integers(0, 2**64 - 1),
+    stride=st.integers(1, 70),
     data=st.data(),
 )
-def test_documents_between(sizes, stride, data):
-    order = np.array(data.draw(st.permutations(range(len(sizes)))), np.int32)
-    line = [(document, i) for document in order.tolist() for i in range(sizes[document])]
+def test_documents_between(sizes, key, stride, data):
+    first = data.draw(st.integers(0, len(sizes) - 1))
+    count = data.draw(st.integers(1, len(sizes) - first))
+    order = (first + permute(np.arange(count), count, key)).tolist()
+    line = [(document, i) for document in order for i in range(sizes[document])]
+    before = [0, *accumulate(sizes[document] for document in order)]
+    array = np.array(sizes, np.int32)
+    documents = Shuffled(first, count, key)
+    starts = indexed_dataset.token_starts(array, documents, stride)
+    assert starts.tolist() == [*before[:-1:stride], before[-1]]
     begin = data.draw(st.integers(0, len(line)))
     end = data.draw(st.integers(begin, len(line)))
-    before = np.array([0, *accumulate(sizes[document] for document in order)])
-    starts = np.append(before[:-1:stride], before[-1])
-    arrays = np.array(sizes, np.int32), order, starts
-    slices = indexed_dataset.documents_between(*arrays, stride, begin, end)
+    slices = indexed_dataset.documents_between(array, documents, starts, stride, begin, end)
     triples = list(zip(*map(np.ndarray.tolist, slices), strict=True))
     assert [(d, o + i) for d, o, n in triples for i in range(n)] == line[begin:end]
     assert len({d for d, _, _ in triples}) == len(triples) and all(n for _, _, n in triples)
-
-
-@pytest.mark.parametrize("document", [2, -1, 2**31 - 1])
-def test_documents_between_stops_at_a_damaged_document(document):
-    arrays = np.array([3, 4], np.int32), np.array([1, document], np.int32), np.array([0, 7])
-    slices = indexed_dataset.documents_between(*arrays, 2, 1, 6)
-    assert [array.tolist() for array in slices] == [[1], [1], [3]]
 
 
 # packing
@@ -299,6 +299,8 @@ def test_refuses():
 
     for sizes, capacity in (([3, 0], 5), ([6], 5)):
         refused("best_fit_pack", np.array(sizes, np.int32), capacity)
+    for shuffled in (Shuffled(0, 3, 1), Shuffled(2, 1, 1), Shuffled(-1, 2, 1), Shuffled(0, 0, 1)):
+        refused("token_starts", np.array([1, 2], np.int32), shuffled, 2)
     refused("group_by_bin", np.array([0, 2], np.int32), 2)
     for sizes, documents, seq_length, samples in (
         ([5], [0], 5, 1),
