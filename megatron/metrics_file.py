@@ -64,6 +64,17 @@ def _yes_or_no(value: object) -> bool:
     return isinstance(value, bool)
 
 
+def _phase(value: Any) -> bool:
+    """Return whether this is a phase of the data; see history.summary."""
+    counts = ("position", "tokens", "seq_length", "seed")
+    return (
+        _table(value)
+        and all(is_count(value.get(name)) for name in counts)
+        and is_text(value.get("packing"))
+        and _table_of(_number)(value.get("blend"))
+    )
+
+
 _counts = _list_of(is_count)
 _numbers = _list_of(_number_or_null)
 
@@ -100,7 +111,8 @@ RECORD: Kinds = {
     _samples: ("samples",),
     _list_of(_counts): ("left_out",),
     _list_of(is_text): ("places", "data"),
-    _list_of(_table): ("slow", "phases"),
+    _list_of(_table): ("slow",),
+    _list_of(_phase): ("phases",),
     _table_of(_table_of(_number_or_null)): ("phases_ms", "sources"),
     _table_of(_table): ("experts", "results"),
 }

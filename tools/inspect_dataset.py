@@ -28,6 +28,7 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser, integer
+from megatron.data.history import blend_text
 from megatron.data.indexed_dataset import bin_bytes
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError
@@ -221,8 +222,6 @@ def inspect_run(args: argparse.Namespace) -> int:
 
 def show_run(report: dict[str, Any]) -> None:
     """Print the report on a run's data."""
-    from megatron_inspection.run_data import blend_text
-
     left_out = sum(stop - start for start, stop in report["left_out"])
     print(
         f"{report['checkpoint']}: {report['consumed_samples']:,} samples consumed in "

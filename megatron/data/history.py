@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from typing import Any
 from megatron.data.interleave import Interleaving
 from megatron.untrusted import is_count
 
-_SHOWN = 8  # changes, and weights of a change, that are listed
+_SHOWN = 8  # changes, weights of a change, and sources of a blend that are listed
 
 
 @dataclass(frozen=True)
@@ -347,3 +348,19 @@ def shown(found: Sequence[Change]) -> list[str]:
 
 def _common(one: PhaseSource, other: PhaseSource) -> int:
     return max(0, min(one.stop, other.stop) - max(one.first, other.first))
+
+
+def short_names(prefixes: Iterable[str]) -> dict[str, str]:
+    """Return {prefix: its base name}, or {prefix: prefix} if two have the same base name."""
+    names = {prefix: os.path.basename(prefix) for prefix in prefixes}
+    return names if len(set(names.values())) == len(names) else {prefix: prefix for prefix in names}
+
+
+def blend_text(blend: Mapping[str, float]) -> str:
+    """Return the sources of a blend with their weights, the largest first."""
+    short = short_names(blend)
+    ordered = sorted(blend.items(), key=lambda item: -item[1])
+    texts = [f"{short[name]} {weight:.4g}" for name, weight in ordered[:_SHOWN]]
+    if rest := ordered[_SHOWN:]:
+        texts.append(f"{len(rest)} more {sum(weight for _, weight in rest):.4g}")
+    return ", ".join(texts)

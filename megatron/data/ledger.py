@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.gpt_dataset import TokenDataset
+from megatron.data.history import short_names
 from megatron.data.order import SampleOrder, merged
 
 Records = Mapping[str, Mapping[str, Any]]  # from Ledger.record
@@ -161,9 +161,3 @@ def is_consumed(record: object) -> bool:
             isinstance(value, int | float) and 0 <= value < math.inf for value in record.values()
         )
     )
-
-
-def short_names(prefixes: Iterable[str]) -> dict[str, str]:
-    """Return {prefix: its base name}, or {prefix: prefix} if two have the same base name."""
-    names = {prefix: os.path.basename(prefix) for prefix in prefixes}
-    return names if len(set(names.values())) == len(names) else {prefix: prefix for prefix in names}

@@ -199,6 +199,60 @@ def test_a_resumed_run_and_a_roll_back_replace_what_is_done_again():
         assert [(r["iteration"], r["lm_loss"]) for r in steps] == [(10, 3.0), (20, 2.0), (30, 1.5)]
 
 
+def test_epochs_and_shares_of_sources_over_phases(tmp_path):
+    def data(at, phases=(), **tokens):
+        sources = {
+            f"x/{n}": {"samples": 1, "tokens": t, "epochs": t / 1e3} for n, t in tokens.items()
+        }
+        listed = [phase(position, blend) for position, blend in phases]
+        return {
+            "event": "data",
+            "iteration": at,
+            "consumed_tokens": 10 * at,
+            "sources": sources,
+            "phases": listed,
+        }
+
+    def phase(position, blend):
+        return {
+            "position": position,
+            "tokens": 8 * position,
+            "seq_length": 8,
+            "packing": "concat",
+            "seed": 1234,
+            "blend": blend,
+        }
+
+    start, step, *_ = records(settings("22b", 1, 8, 1, 640), [1.0])
+    both = {"x/a": 0.25, "x/b": 0.75}
+    run = write(
+        tmp_path / "run",
+        [
+            start,
+            step,
+            data(10, [(0, both)], a=25, b=75),
+            data(14, [(70, {"x/b": 1.0})], a=25, b=200),
+            start | {"iteration": 10},  # without the second phase
+            data(20, [(50, {"x/b": 1.0})], a=25, b=275),
+            data(30, a=25, b=275),  # all left out
+            data(40, a=50, b=350),
+        ],
+    )
+    blocks = report_sections(run)["Data"]
+    epochs, shares = (block["traces"] for block in blocks if "traces" in block)
+    b, a, marks = epochs
+    assert (a["name"], a["axes"]["iteration"]) == ("a", [0, 10, 20, 30, 40])
+    assert a["y"] == [0, 0.025, 0.025, 0.025, 0.05] and b["y"][-1] == 0.35
+    assert marks["axes"]["iteration"] == [20, 20, None] and marks["axes"]["tokens"][0] == 200
+    b, a, _ = shares
+    assert b["axes"]["iteration"] == [0, 10, 20, 40]
+    assert b["y"] == [0.75, 0.75, 1.0, 0.75] and a["y"] == [0.25, 0.25, 0.0, 0.25]
+    assert [(row["iteration"], row["position"], row["blend"]) for row in rows(blocks, 1)] == [
+        (1, 0, "b 0.75, a 0.25"),
+        (20, 50, "b 1"),
+    ]
+
+
 def test_runs_are_compared(tmp_path):
     paths = [
         write(tmp_path / str(tensor), records(settings("22b", tensor, 8, 1, 640), times))

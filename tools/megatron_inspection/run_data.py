@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from megatron.data.datasets import SPLIT_NAMES, open_data, plan_splits, schedule
 from megatron.data.gpt_dataset import SlicedDataset, TokenDataset
 from megatron.data.history import DataPhase, DataPhases, continued_phases, summary
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.ledger import Ledger, short_names
+from megatron.data.ledger import Ledger
 from megatron.data.order import sample_order
 from megatron.data.stream import Opening, StreamDataset
 from megatron.data.tokenizer import Tokenizer
@@ -339,14 +339,3 @@ class RunData:
 
 def _outdated(prefix: str) -> str:
     return f"{prefix} (former files)"
-
-
-def blend_text(blend: dict[str, float], most: int = 6) -> str:
-    """Return the sources of a blend with their weights, the largest first."""
-    short = short_names(blend)
-    ordered: Sequence[tuple[str, float]] = sorted(blend.items(), key=lambda item: -item[1])
-    texts = [f"{short[name]} {weight:.4g}" for name, weight in ordered[:most]]
-    rest = ordered[most:]
-    if rest:
-        texts.append(f"{len(rest)} more {sum(weight for _, weight in rest):.4g}")
-    return ", ".join(texts)

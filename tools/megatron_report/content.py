@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.data.history import blend_text, short_names
 from megatron.jobs.scaling import SWEEP, Series, compare, row, throughput
 from megatron_report.reading import Record, RecordedRun, axes, events, provenance, read_timeline
 from megatron_report.values import head, shown
@@ -22,6 +23,9 @@ from megatron_report.values import head, shown
 # Okabe and Ito, Color Universal Design (2008), without yellow; the last one also marks events
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("solid", "dash", "dot", "dashdot")
+_SOURCES = 12  # of data, drawn
+_FEW = 40  # points of a curve that are marked
+_START: Record = {"iteration": 0, "tokens": 0, "hours": 0.0, "sources": {}}
 _FOLDED = 30  # a table of events with more rows is folded
 _SPEED = (
     "run verdict value devices layout tokens_per_s noise efficiency efficiency_interval state remarks"
@@ -420,6 +424,9 @@ def _energy(runs: Sequence[RecordedRun]) -> Iterator[Block]:
 
 
 def _data(runs: Sequence[RecordedRun]) -> Iterator[Block]:
+    yield from _epochs(runs)
+    for run in runs if len(runs) < _MANY else ():
+        yield from _shares(run, f": {run.name}" if len(runs) > 1 else "")
     rows = []
     for run in runs:
         last = next((r for r in reversed(run.effective) if r.get("sources")), {})
@@ -428,6 +435,116 @@ def _data(runs: Sequence[RecordedRun]) -> Iterator[Block]:
             rows.append({"run": run.name, "source": source, **{n: counts.get(n) for n in names}})
     if rows:
         yield ReportTable("What was read of each source", rows)
+    fields = "position tokens seq_length packing".split()
+    phases = [
+        {
+            "run": run.name,
+            "iteration": record.get("iteration") if phase["position"] else 1,
+            **{name: phase[name] for name in fields},
+            "seed": str(phase["seed"]),
+            "blend": blend_text(phase["blend"]),
+        }
+        for run in runs
+        for record, phase in _data_phases(run)
+    ]
+    if phases:
+        yield ReportTable("Phases of the data, from sample and token on", phases)
+
+
+def _counts(run: RecordedRun) -> list[Record]:
+    """Return the records of what was read of each source."""
+    return [record for record in run.of("data") if record.get("sources")]
+
+
+def _data_phases(run: RecordedRun) -> list[tuple[Record, Record]]:
+    """Return each phase of the data with the record in which it is, in order."""
+    listed = ((record, phase) for record in run.of("data") for phase in record.get("phases") or ())
+    by_position = {phase["position"]: (record, phase) for record, phase in listed}
+    return [by_position[position] for position in sorted(by_position)]
+
+
+def _most_read(records: Sequence[Record]) -> list[str]:
+    """Return the sources of which most epochs were read at the end, at most _SOURCES."""
+    epochs = {
+        name: counts.get("epochs") or 0
+        for record in records
+        for name, counts in record["sources"].items()
+    }
+    return sorted(epochs, key=lambda name: -epochs[name])[:_SOURCES]
+
+
+def _epochs(runs: Sequence[RecordedRun]) -> Iterator[Block]:
+    traces: list[Record] = []
+    omitted = 0
+    for run in runs:
+        records = _counts(run)
+        names = _most_read(records)
+        omitted += len({name for r in records for name in r["sources"]}) - len(names)
+        short = short_names(names)
+        for name in names:
+            known = [r for r in records if r["sources"].get(name, {}).get("epochs") is not None]
+            y = [0.0, *(r["sources"][name]["epochs"] for r in known)]
+            label = f"{run.name}: {short[name]}" if len(runs) > 1 else short[name]
+            mode = "lines+markers" if len(y) < _FEW else "lines"
+            traces.append(_curve(label, len(traces), mode, y=y, axes=axes([_START, *known])))
+    if traces:
+        caption = "Epochs of each source"
+        if omitted:
+            caption += f" (those read most; {omitted} others are in the table)"
+        top = max(value for trace in traces for value in trace["y"])
+        traces += _changes(runs, top)
+        yield Plot(caption, traces, {"yaxis": {"rangemode": "tozero"}})
+
+
+def _shares(run: RecordedRun, of_run: str) -> Iterator[Block]:
+    """Yield a plot of the sources' shares in the tokens between two records."""
+    records = [_START, *_counts(run)]
+    names = _most_read(records)
+    if len(names) < 2:
+        return
+    places = [_START]
+    shares: list[dict[str, float]] = []
+    for before, now in itertools.pairwise(records):
+        read = {
+            name: (counts.get("tokens") or 0) - (before["sources"].get(name, {}).get("tokens") or 0)
+            for name, counts in now["sources"].items()
+        }
+        total = sum(read.values())
+        if total > 0 and min(read.values()) >= 0:
+            places.append(now)
+            shares.append({name: tokens / total for name, tokens in read.items()})
+    if not shares:
+        return
+    rows = {name: [share.get(name, 0.0) for share in shares] for name in names}
+    short = short_names(names)
+    if any(share.keys() - rows.keys() for share in shares):
+        rows["others"] = [1 - sum(some[at] for some in rows.values()) for at in range(len(shares))]
+    traces = []
+    for number, (name, values) in enumerate(rows.items()):
+        # each share holds for the interval that ends at its record
+        trace = _curve(short.get(name, name), number, y=[values[0], *values], axes=axes(places))
+        trace["line"] |= {"shape": "vh", "width": 0.5}
+        traces.append(trace | {"stackgroup": "shares"})
+    layout = {"yaxis": {"range": [0, 1], "tickformat": ".0%"}}
+    caption = f"Share of each source in the tokens trained on{of_run}"
+    yield Plot(caption, [*traces, *_changes([run], 1.0)], layout)
+
+
+def _changes(runs: Sequence[RecordedRun], top: float) -> list[Record]:
+    """Return vertical lines up to `top` where phases of the data begin after the start."""
+    marks = [mark for run in runs for mark in _data_phases(run) if mark[1]["position"]]
+    if not marks:
+        return []
+    records = [record for record, _ in marks for _ in range(3)]
+    positions = axes(records)
+    for values in positions.values():
+        values[2::3] = [None] * len(marks)  # a gap between two lines
+    text = [
+        f"{phase['seq_length']} tokens: {blend_text(phase['blend'])}"[:99] for _, phase in marks
+    ]
+    trace = _curve("a phase begins", 6, y=[0.0, top, None] * len(marks), axes=positions)
+    trace["line"] |= {"dash": "dot", "width": 1.2}
+    return [trace | {"text": [each for each in text for _ in range(3)]}]
 
 
 def _checkpoints(runs: Sequence[RecordedRun]) -> Iterator[Block]:

@@ -299,6 +299,7 @@ class DataTaken(Event):
     event = "data"
     iteration: int
     consumed_samples: int
+    consumed_tokens: int
     sources: Mapping[str, Record]
     phases: Sequence[Record] = ()
 

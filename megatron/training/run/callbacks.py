@@ -107,9 +107,9 @@ class DataLedger(Callback):
 
     def on_advance(self, run: Run) -> None:
         progress = run.progress
-        new = [phase for phase in self._begun(run) if phase.start > self._first]
+        new = self._begun(run)
         phases = self._phases(run)
-        for phase in new:
+        for phase in (phase for phase in new if phase.start > self._first):
             past = phases[: phases.index(phase)]
             texts = "; ".join(history.shown(history.changes(past, phase)))
             run.reporter.say(
@@ -121,7 +121,7 @@ class DataLedger(Callback):
             run.reporter.say(
                 f" data: {source} begins epoch {epoch} at iteration {progress.iteration}"
             )
-        if new:
+        if any(phase.start for phase in new):
             self._record(run)
 
     def _phases(self, run: Run) -> history.DataPhases:
@@ -142,6 +142,7 @@ class DataLedger(Callback):
             events.DataTaken(
                 iteration=progress.iteration,
                 consumed_samples=progress.consumed_samples,
+                consumed_tokens=progress.consumed_tokens,
                 sources=self._ledger.record(),
                 phases=new or (),
             )

@@ -30,7 +30,8 @@ from megatron.data.datasets import (
     plan_splits,
 )
 from megatron.data.gpt_dataset import MOCK, TokenDataset
-from megatron.data.ledger import is_consumed, short_names
+from megatron.data.history import short_names
+from megatron.data.ledger import is_consumed
 from megatron.data.order import sample_order
 from megatron.data.reorder import Ordered, reordered
 from megatron.data.stream import StreamDataset
