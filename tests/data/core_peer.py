@@ -4,8 +4,9 @@
 
 FOLDER is where megatron-core was installed with `pip install --no-deps --target FOLDER`. A job is
 one of {"write": prefix, "dtype", "documents"}, {"merge": prefix, "dtype", "inputs"}, {"read":
-prefix, "mmap"}, {"order": {"sizes", "start", "stop", "num_samples", "seq_length", "seed"}} and
-{"blend": {"weights", "size"}}; a result is null, the data read, or the digest of the arrays.
+prefix, "mmap"}, {"order": {"sizes", "start", "stop", "num_samples", "seq_length", "seed"}}, {"blend":
+{"weights", "size"}} and {"run": {"blend", "split", "samples", "seq_length", "seed", "cache"}}; a
+result is null, the data read, or a digest: of the arrays, or of the samples of each split of a run.
 """
 
 import hashlib
@@ -108,10 +109,40 @@ def blend(core, job):
     return digest([which, number])
 
 
+def run(core, job):
+    """Build the three data sets of a run with megatron-core's own builder."""
+    from megatron.core.datasets import blended_megatron_dataset_builder, gpt_dataset
+    from torch import distributed
+
+    if not distributed.is_initialized():  # a blend asks for the rank
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    case = job["run"]
+    config = gpt_dataset.GPTDatasetConfig(
+        random_seed=case["seed"],
+        sequence_length=case["seq_length"],
+        blend=case["blend"],
+        split=case["split"],
+        path_to_cache=case["cache"],
+        tokenizer=types.SimpleNamespace(vocab_size=9999, eod=9998, pad=-1, unique_identifiers={}),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    builder = blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder(
+        gpt_dataset.GPTDataset, case["samples"], lambda: True, config
+    )
+    samples = [
+        [(dataset[n]["tokens"].numpy(), dataset[n]["labels"][-1:].numpy()) for n in range(count)]
+        for dataset, count in zip(builder.build(), case["samples"], strict=True)
+    ]
+    return [digest([part for sample in split for part in sample]) for split in samples]
+
+
 def main():
     core = import_core(sys.argv[1])
     logging.disable(logging.WARNING)  # "Unable to save" for every index
-    actions = {action.__name__: action for action in (write, merge, read, order, blend)}
+    actions = {action.__name__: action for action in (write, merge, read, order, blend, run)}
     json.dump([actions[next(iter(job))](core, job) for job in json.load(sys.stdin)], sys.stdout)
 
 

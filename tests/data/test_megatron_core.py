@@ -19,10 +19,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data.datasets import build_datasets
 from megatron.data.gpt_dataset import ARRAYS, IndexRequest, build_index
 from megatron.data.indexed_dataset import IndexedDataset, build_blend_index
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from tests.helpers.launching import ROOT
+from tests.helpers.tiny import tiny
 from tools.merge_datasets import merge
 
 VERSION = "0.16.1"
@@ -114,6 +116,57 @@ def blends(largest):
 def our_blend(case):
     which, number = build_blend_index(np.array(case["weights"]), case["size"])
     return digest(which.astype(np.int16).tobytes(), number.astype(np.int64).tobytes())
+
+
+RUNS = {
+    "one source": (["a"], None, [70, 9, 0]),
+    "several epochs": (["b"], None, [300, 5, 20]),
+    "blend": (["a", "b", "c"], [0.2, 0.3, 0.5], [400, 30, 10]),
+    "uneven blend": (["a", "c"], [3.0, 0.125], [90, 8, 0]),
+}
+
+
+def write_run(folder):
+    """Write the sources of RUNS."""
+    random = np.random.RandomState(9)
+    for name in "abc":
+        with IndexedDatasetWriter(folder / name, "uint16") as writer:
+            for size in random.randint(1, 60, 90):
+                writer.add_document(random.randint(0, 9000, size))
+
+
+def core_run(folder, case):
+    """Return the arguments of megatron-core's builder for one of RUNS."""
+    names, weights, samples = RUNS[case]
+    blend = [[str(folder / name) for name in names], weights]
+    fields = dict(split="80,15,5", samples=samples, seq_length=17, seed=1234)
+    return dict(fields, blend=blend, cache=str(folder / "core"))
+
+
+def our_run(folder, case):
+    """Return the digests of the samples that a run with --data-order megatron reads."""
+    names, weights, samples = RUNS[case]
+    pairs = zip(weights or [1] * len(names), names, strict=True)
+    config = tiny(
+        data_path=[word for weight, name in pairs for word in (str(weight), str(folder / name))],
+        split="80,15,5",
+        seq_length=17,
+        vocab_size=9000,
+        train_samples=samples[0],
+        train_iters=None,
+        data_order="megatron",
+    )
+    built = build_datasets(config, *samples)
+    return [
+        digest(*(dataset[n].tobytes() for n in range(count)))
+        for dataset, count in zip((built.train, built.valid, built.test), samples, strict=True)
+    ]
+
+
+def test_runs_read_what_megatron_cores_do(tmp_path):
+    write_run(tmp_path)
+    golden = json.loads(GOLDEN.read_text())["runs"]
+    assert [our_run(tmp_path, case) for case in RUNS] == golden
 
 
 def test_files_are_megatron_cores(tmp_path):
@@ -230,3 +283,12 @@ def test_orders_and_blends(core):
     assert blend == [our_blend(case) for case in requests["blend"]]
     check_golden("orders", order[:20])
     check_golden("blends", blend[: len(blends(6))])
+
+
+@pytest.mark.campaign("peers")
+def test_runs(core, tmp_path):
+    """The data sets of a run with --data-order megatron are those of megatron-core's builder."""
+    write_run(tmp_path)
+    answers = run_core(core, [{"run": core_run(tmp_path, case)} for case in RUNS])
+    assert [our_run(tmp_path, case) for case in RUNS] == answers
+    check_golden("runs", answers)
