@@ -76,11 +76,13 @@ class ContinuedData:
     past       {split: phases that have begun}
     positions  {split: position of the next sample}
     replaced   prefixes of files that have other content than before
+    unread     records of the files that earlier jobs read and this one does not
     """
 
     past: Mapping[str, DataPhases] = field(default_factory=dict)
     positions: Mapping[str, int] = field(default_factory=dict)
     replaced: frozenset[str] = frozenset()
+    unread: tuple[Mapping[str, object], ...] = ()
 
 
 @dataclass(frozen=True)

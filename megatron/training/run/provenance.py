@@ -50,6 +50,7 @@ class Provenance:
     A thread collects slow parts (digests of data files, git) while training begins; for a part that
     cannot be collected, the record has the reason. `locations` has "node:device" of every rank; see
     Rendezvous. `train_samples` is the number of training samples that may be read (build_data).
+    `unread` has the records of files that only earlier jobs have read: a later one may again.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Provenance:
         topology: Topology,
         locations: Sequence[str] = (),
         train_samples: int | None = None,
+        unread: Sequence[Mapping[str, object]] = (),
     ) -> None:
         self._here: dict[str, object] = {}
         self._collected: dict[str, object] = {}
@@ -81,7 +83,7 @@ class Provenance:
         if config.model.moe_router_force_load_balancing:
             self._here["benchmark"] = EVEN_CHOICES
         self._thread = threading.Thread(
-            target=self._look, args=(config,), name="provenance", daemon=True
+            target=self._look, args=(config, unread), name="provenance", daemon=True
         )
         self._thread.start()
 
@@ -101,9 +103,9 @@ class Provenance:
             "saved": _now(),
         }
 
-    def _look(self, config: Config) -> None:
+    def _look(self, config: Config, unread: Sequence[Mapping[str, object]]) -> None:
         self._collected["git"] = git_revision(_PACKAGE)
-        self._collected["data"] = [data_identity(prefix) for prefix in data_prefixes(config)]
+        self._collected["data"] = [*map(data_identity, data_prefixes(config)), *unread]
 
 
 def layout_record(config: Config, topology: Topology) -> dict[str, object]:

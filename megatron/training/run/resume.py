@@ -164,7 +164,7 @@ def continued_data(config: Config, stored: Stored | None, progress: Progress) ->
         for split in progress.history
     }
     positions = {split: progress.position(split) for split in progress.history}
-    return ContinuedData(past, positions, frozenset(files.changed))
+    return ContinuedData(past, positions, frozenset(files.changed), files.unread)
 
 
 def accepted(
@@ -458,6 +458,7 @@ class FormerFiles:
     absent   {prefix: reason} of files that cannot be read
     changed  prefixes of files whose content has changed since, or that cannot be read
     moved    {former prefix: prefix} of the same files under another name
+    unread   records of the other ones that are not among the files now
     """
 
     def __init__(self, stored: Stored, config: Config) -> None:
@@ -476,6 +477,7 @@ class FormerFiles:
             for new in now.keys() - then
             if _same(now[new], then[old])
         }
+        self.unread = tuple(then[name] for name in then.keys() - now.keys() - self.moved.keys())
 
 
 class FormerData:

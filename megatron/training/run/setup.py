@@ -287,7 +287,7 @@ def assemble(
         tokenizer.rest()  # training encodes no more text; a user's callback may
     describe_length(config, batches, datasets, progress, end, costs.tokens, reporter)
     agreement = Agreement(topology)
-    saves = build_saves(config, engine, agreement, reporter, locations, train_samples)
+    saves = build_saves(config, engine, agreement, reporter, locations, train_samples, continued)
     signals.saving = lambda: saves is not None and saves.in_progress
     resumes = is_same_folder(config.checkpoint.load, config.checkpoint.save)
     if saves is not None and checkpoint and resumes:
@@ -513,6 +513,7 @@ def build_saves(
     reporter: Reporter,
     locations: Sequence[str],
     train_samples: int,
+    continued: ContinuedData,
 ) -> Saves | None:
     """Return the saves of the run; None without --save."""
     if not config.checkpoint.save:
@@ -525,7 +526,7 @@ def build_saves(
         note = saver.prepare(engine)
         if note:
             print(f"note: rank {topology.rank}: {note}", file=sys.stderr, flush=True)
-    provenance = Provenance(config, topology, locations, train_samples)
+    provenance = Provenance(config, topology, locations, train_samples, continued.unread)
     return Saves(config, saver, agreement, reporter, engine, provenance)
 
 

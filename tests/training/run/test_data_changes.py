@@ -198,7 +198,7 @@ def test_layouts_kills_and_a_schedule(tmp_path):
 
 
 def test_what_needs_a_flag_is_named_and_right_with_it(tmp_path):
-    """The files of a source are replaced by others, whose tokens and epochs count for themselves."""
+    """While a source is not read, its files are replaced by others, which count for themselves."""
     blend = dict(data_path="1 a 1 b")
     seed = dict(blend, seed=7)
     files = dict(seed, allow_data_changes=("files",))
@@ -209,7 +209,7 @@ def test_what_needs_a_flag_is_named_and_right_with_it(tmp_path):
     jobs = [
         Job(4, changes=blend),
         Job(changes=seed, refused="--allow-data-changes seed"),
-        Job(8, changes=dict(seed, allow_data_changes=("seed",))),
+        Job(8, changes=dict(seed, data_path="1 b", allow_data_changes=("seed",))),
         Job(changes=seed, before=replace, refused="--allow-data-changes files"),
         Job(changes=dict(files, split="50,50,0"), refused="--allow-data-changes split"),
         Job(12, changes=files),
