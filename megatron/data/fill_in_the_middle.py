@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron.config.settings import all_options
-from megatron.data.arrays import Int64Array
+from megatron.data.arrays import Int64Array, IntArray
 from megatron.errors import ConfigError
 from megatron.parallel.hashing import mix
 from megatron.parallel.keyed_random import name_key
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron.data.tokenizer_adapters import Tokenizer
 
 _UNREADABLE = "\ufffd"
+_NOTHING = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -84,19 +85,31 @@ class FillInTheMiddle:
             data, tokenizer, config.training.seed, prefix, middle, suffix, pad, separator=separator
         )
 
-    def __call__(self, position: int, tokens: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the sample at `position`, and 1 for each of its tokens that is not padding.
+    def __call__(
+        self, position: int, tokens: Int64Array, joined: IntArray = _NOTHING
+    ) -> tuple[Int64Array, Int64Array]:
+        """Return the sample at `position`, and 1 for each of its tokens that counts as a label.
 
-        What the additional tokens push beyond the end of the sample is cut off, and a sample that
-        has become shorter is padded, as in Megatron-LM. All are int64 [s + 1].
+        Padding does not count. `joined` lists the tokens that do not follow the one before them in a
+        text, and do not count either: texts end before them. What the additional tokens push beyond
+        the end of the sample is cut off, and a sample that has become shorter is padded, as in
+        Megatron-LM. All but `joined` are int64 [s + 1].
         """
         key = mix(self.seed, name_key("fill in the middle"), position)
         random = np.random.RandomState(np.array([key & 0xFFFFFFFF, key >> 32]))
-        pieces = _by_piece(tokens, self.tokenizer.eod, lambda ids: self._document(ids, random))
-        filled = np.concatenate(pieces)[: len(tokens)]
+        texts = [
+            np.concatenate(
+                _by_piece(ids, self.tokenizer.eod, lambda ids: self._document(ids, random))
+            )
+            for ids in np.split(tokens, joined)
+        ]
+        filled = np.concatenate(texts)[: len(tokens)]
+        counts = np.ones_like(filled)
+        starts = np.cumsum([len(text) for text in texts[:-1]], dtype=np.int64)
+        counts[starts[starts < len(filled)]] = 0
         padding = 0, len(tokens) - len(filled)
         result = np.pad(filled, padding, constant_values=self.pad)
-        return result, np.pad(np.ones_like(filled), padding)
+        return result, np.pad(counts, padding)
 
     def _document(self, ids: Int64Array, random: np.random.RandomState) -> list[Int64Array]:
         if self.separator is None or self.separator not in ids:

@@ -21,6 +21,7 @@ import torch
 from megatron.data.arrays import BoolArray, Int64Array
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.order import SampleOrder
+from megatron.data.stream import StreamDataset
 from megatron.errors import DataError
 from megatron.parallel.hashing import GOLDEN, scramble
 
@@ -220,13 +221,16 @@ class MicroBatchStream:
             )
         if self._rearrange is None:
             return tokens, segments, marked
-        if segments is not None or marked is not None:
+        # A stream has no loss mask beside --fim-rate: it marks what does not follow its input.
+        stream = isinstance(dataset, StreamDataset)
+        if segments is not None or (marked is not None and not stream):
             raise DataError(
                 f"sample {position} has separate pieces or a loss mask, so that its documents cannot "
                 "be rearranged: leave out --fim-rate"
             )
-        rearranged, filled = self._rearrange(position, tokens)
-        return rearranged, None, filled
+        joined = np.zeros(0, np.int64) if marked is None else np.flatnonzero(marked == 0)
+        rearranged, counted = self._rearrange(position, tokens, joined)
+        return rearranged, None, counted
 
 
 # --- batch

@@ -5,6 +5,10 @@ import pytest
 
 from megatron.config.io import DataConfig
 from megatron.data.fill_in_the_middle import FillInTheMiddle
+from megatron.data.history import DataPhase, PhaseSource
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.sampler import MicroBatchStream, Share
+from megatron.data.stream import Opening, StreamDataset
 from megatron.data.tokenizer import build_tokenizer
 from megatron.data.tokenizer_adapters import Tokenizer
 from megatron.errors import ConfigError
@@ -175,3 +179,30 @@ def test_a_run_trains_on_rearranged_documents_and_evaluates_plain_ones(tmp_path)
         np.testing.assert_allclose(one, other, rtol=1e-5)
     assert (np.abs(found["one"][0] - found["plain"][0]) > 1e-4).all()
     assert found["one"][1][0] == pytest.approx(found["plain"][1][0], rel=1e-6)
+
+
+def test_texts_on_both_sides_of_a_joint_are_rearranged_apart(tmp_path, monkeypatch):
+    """A sample of a stream whose length changed joins pieces of documents."""
+    texts = ["".join(chr(97 + (7 * i + j) % 26) for j in range(i % 9 + 1)) for i in range(60)]
+    prefix = write_documents(tmp_path / "a", [ids(text + ".") for text in texts], np.int32)
+    sources = (PhaseSource(1.0, prefix, prefix, 0, len(texts)),)
+    phases = tuple(
+        DataPhase(start, length, "concat", 1, sources) for start, length in ((0, 5), (20, 32))
+    )
+    stream = StreamDataset(phases, 20, 24, Opening(IndexedDataset))
+    rearrange = rearrangement(fim_rate=1.0, fim_spm_rate=0.5)
+    batches = MicroBatchStream(stream, Share(1), 20, rearrange=rearrange)
+    joined = 0
+    for position in range(20, 24):
+        (batch,) = batches.take(1)
+        marks = stream.loss_tokens(position)
+        joints = np.flatnonzero(marks == 0) if marks is not None else np.zeros(0, int)
+        parts = [split(part, EOD) for part in np.split(stream[position], joints)]
+        expected = [Letters()._decode(piece) for part in parts for piece in part]
+        left_out = np.flatnonzero(batch.loss_mask[0].numpy() == 0) + 1
+        tokens = np.append(batch.tokens[0], batch.labels[0, -1])
+        shown = [split(part, EOD) for part in np.split(tokens, left_out)]
+        pieces = [piece for part in shown for piece in part][:-1]  # the last one is cut off
+        assert [restored(piece)[0] for piece in pieces] == expected[: len(pieces)]
+        joined += len(left_out)
+    assert joined
