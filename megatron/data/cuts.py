@@ -498,7 +498,10 @@ class ConcatCut(Cut):
 
     def prepare(self, taken: int, stop: int) -> None:
         begin = taken * self.seq_length
-        while begin <= stop * self.seq_length:
+        end = stop * self.seq_length
+        if self.key.stop - self.key.first < _IN_MEMORY:  # no epoch but the tail can have files
+            end = min(end, self._epochs_start)
+        while begin <= end:
             _, begin, epoch, _ = self._part(begin)
             if epoch is not None and epoch.stop - epoch.first >= _IN_MEMORY:
                 self.source.epoch(epoch)

@@ -36,6 +36,7 @@ from megatron.data.history import (
     stretches,
 )
 from megatron.data.indexed_dataset import IndexedDataset, SequenceSlices
+from megatron.errors import DataError
 
 ENDLESS = 1 << 62  # samples
 # A reader asks for tokens, pieces and marks of a sample one after another.
@@ -267,6 +268,11 @@ class StreamDataset(TokenDataset):
         if stream not in self._streams:
             starts, settings = zip(*self._chains[stream], strict=True)
             source = self._opening.source(self._prefixes[stream], stream[0])
+            if (size := len(source.indexed)) < (stop := max(each.stop for each in settings)):
+                raise DataError(
+                    f"{source.indexed.prefix} has {size} sequences, but the run has read from {stop} "
+                    "of it: put the former files back, or give the new ones another name"
+                )
             pad_id = self._opening.pad_id
             self._streams[stream] = SourceStream(source, starts, settings, pad_id)
         return self._streams[stream]

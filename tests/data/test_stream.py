@@ -20,6 +20,7 @@ from megatron.data.history import (
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.stream import Opening, StreamDataset
+from megatron.errors import DataError
 
 PACKINGS = ("concat", "best-fit")
 
@@ -184,3 +185,13 @@ def test_changes_of_a_later_phase_need_consent_too():
     assert [change.needs for change in changes_from((both, one), (both, one, again), 8)] == [
         "files"
     ]
+
+
+def test_a_history_beyond_the_file_is_refused(tmp_path):
+    prefix = write(tmp_path / "a", [7] * 10)
+    phases = tuple(
+        DataPhase(start, 10, "concat", 1, (source(prefix, 0, stop),))
+        for start, stop in ((0, 11), (5, 10))
+    )
+    with pytest.raises(DataError, match="10 sequences"):
+        StreamDataset(phases, 5, 9, Opening(IndexedDataset))

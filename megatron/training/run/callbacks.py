@@ -158,7 +158,7 @@ class DataLedger(Callback):
     def before_save(self, run: Run) -> None:
         run.progress.sources = self._ledger.record()
         splits = {"train": run.datasets.train, "valid": run.datasets.valid}
-        run.progress.history = {
+        run.progress.history |= {  # that of a split that this job does not read stays
             name: history.to_record(dataset.begun(run.progress.position(name)))
             for name, dataset in splits.items()
             if isinstance(dataset, StreamDataset)

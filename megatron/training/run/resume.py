@@ -477,7 +477,9 @@ class FormerFiles:
             for new in now.keys() - then
             if _same(now[new], then[old])
         }
-        self.unread = tuple(then[name] for name in then.keys() - now.keys() - self.moved.keys())
+        self.unread = tuple(
+            then[name] for name in sorted(then.keys() - now.keys() - self.moved.keys())
+        )
 
 
 class FormerData:

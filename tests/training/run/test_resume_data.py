@@ -10,6 +10,7 @@ import pytest
 from megatron.checkpoint.files import write_manifest
 from megatron.checkpoint.settings import plain
 from megatron.data.datasets import build_datasets
+from megatron.data.history import from_record
 from megatron.data.ledger import Ledger
 from megatron.data.order import SampleOrder, sample_order
 from megatron.errors import ConfigError
@@ -18,7 +19,8 @@ from megatron.training.run.resume import describe_beginning, describe_data, stor
 from megatron.training.run.schedules import BatchSchedule, Progress, planned_samples
 from tests.checkpoint.written import make
 from tests.helpers.indexed import write_documents
-from tests.helpers.tiny import rank_topology, tiny
+from tests.helpers.processes import run_processes
+from tests.helpers.tiny import rank_topology, run, tiny
 
 TAKEN = 40
 BATCH = 4
@@ -183,3 +185,37 @@ def test_a_run_with_the_weights_only_is_told_what_was_read_before(tmp_path, data
     folder = make(tmp_path, 20, {}, config=plain(settings))
     describe_beginning(stored_settings(folder, settings), train, lines.append)
     assert not lines
+
+
+def leave_and_return(rank, folder):
+    """Train with two sources and validation, with one, and again with both; return what remains."""
+    both = [write(folder / "a", 1000), write(folder / "b", 700, 3000)]
+    held = write(folder / "held", 500)
+    fields = dict(
+        vocab_size=6000,
+        global_batch_size=BATCH,
+        save=str(folder / "run"),
+        load=str(folder / "run"),
+        eval_interval=2,
+        eval_iters=1,
+        valid_data_path=(held,),
+    )
+    run(rank, dict(fields, train_data_path=("1", both[0], "1", both[1]), train_iters=2))
+    left = dict(fields, train_data_path=(both[0],), train_iters=4, eval_iters=0)
+    run(rank, dict(left, valid_data_path=None))
+    write(folder / "b", 600, 4000)
+    again = dict(fields, train_data_path=("1", both[0], "1", both[1]), train_iters=6)
+    with pytest.raises(ConfigError, match="--allow-data-changes files"):
+        run(rank, again)
+    run(rank, dict(again, allow_data_changes=("files",)))
+    state = json.loads((folder / "run/iter_0000006/state.json").read_text())["state"]
+    return state["history"], state["consumed_valid_samples"]
+
+
+def test_a_source_that_returns_is_known_and_validation_goes_on(tmp_path):
+    ((history, validated),) = run_processes(1, leave_and_return, tmp_path)
+    train, valid = (from_record(history[split]) for split in ("train", "valid"))
+    assert [phase.start for phase in train] == [0, 8, 16]
+    names = [[(source.prefix[-1], source.generation) for source in p.sources] for p in train]
+    assert names == [[("a", 0), ("b", 0)], [("a", 0)], [("a", 0), ("b", 1)]]
+    assert validated == 2 * BATCH and [phase.start for phase in valid] == [0]
