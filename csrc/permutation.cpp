@@ -20,10 +20,8 @@ Array<int64_t> permute(const Array<int64_t>& positions, int64_t size, uint64_t k
   {
     py::gil_scoped_release release;
     const Permutation permutation(size, key);
-    for (int64_t i = 0; i < count && inside; ++i) {
-      inside = position[i] >= 0 && position[i] < size;
-      if (inside) value[i] = static_cast<int64_t>(permutation.at(position[i]));
-    }
+    for (int64_t i = 0; i < count; ++i) inside &= position[i] >= 0 && position[i] < size;
+    if (inside) permutation.of(position, count, value);
   }
   if (!inside) throw std::invalid_argument("positions out of range");
   return values;

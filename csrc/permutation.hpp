@@ -62,19 +62,42 @@ class Permutation {
 
   uint64_t at(uint64_t value) const {
     do {
-      uint64_t column;
-      uint64_t row = columns_.divide(value, column);
-      for (int i = 0; i < kRounds; i += 2) {
-        column = columns_.sum(column, scramble(row + keys_[i]));
-        row = rows_.sum(row, scramble(column + keys_[i + 1]));
-      }
-      value = row * columns_.value() + column;
+      pass<1>(&value);
     } while (value >= size_);
     return value;
   }
 
+  // Sets `values` to those at `count` positions. Some are computed at the same time, as each waits only for itself.
+  void of(const int64_t* positions, int64_t count, int64_t* values) const {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+      uint64_t some[kLanes];
+      for (int lane = 0; lane < kLanes; ++lane) some[lane] = positions[i + lane];
+      pass<kLanes>(some);
+      for (int lane = 0; lane < kLanes; ++lane) values[i + lane] = some[lane] < size_ ? some[lane] : at(some[lane]);
+    }
+    for (; i < count; ++i) values[i] = at(positions[i]);
+  }
+
  private:
   static constexpr int kRounds = 8;
+  static constexpr int kLanes = 4;
+
+  template <int kCount>
+  void pass(uint64_t* values) const {
+    uint64_t row[kCount];
+    uint64_t column[kCount];
+    for (int lane = 0; lane < kCount; ++lane) row[lane] = columns_.divide(values[lane], column[lane]);
+    for (int i = 0; i < kRounds; i += 2) {
+      for (int lane = 0; lane < kCount; ++lane) {
+        column[lane] = columns_.sum(column[lane], scramble(row[lane] + keys_[i]));
+      }
+      for (int lane = 0; lane < kCount; ++lane) {
+        row[lane] = rows_.sum(row[lane], scramble(column[lane] + keys_[i + 1]));
+      }
+    }
+    for (int lane = 0; lane < kCount; ++lane) values[lane] = row[lane] * columns_.value() + column[lane];
+  }
 
   uint64_t size_;
   Divisor columns_;

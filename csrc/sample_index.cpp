@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <vector>
 
@@ -104,6 +105,8 @@ class Shuffled {
 
   int64_t count() const { return count_; }
   int32_t at(int64_t place) const { return static_cast<int32_t>(first_ + order_.at(place)); }
+  int32_t numbered(int64_t number) const { return static_cast<int32_t>(first_ + number); }
+  const Permutation& order() const { return order_; }
   const Sizes& sizes() const { return sizes_; }
 
  private:
@@ -125,17 +128,16 @@ Array<int64_t> token_starts(const Array<uint8_t>& sizes, int64_t first, int64_t 
   int64_t* start = result.mutable_data();
   {
     py::gil_scoped_release release;
-    std::array<int32_t, kAhead> some;
+    std::array<int64_t, kAhead> some;
     int64_t tokens = 0;
     for (int64_t at = 0; at < count; at += kAhead) {
       const int64_t number = std::min(kAhead, count - at);
-      for (int64_t i = 0; i < number; ++i) {
-        some[i] = documents.at(at + i);
-        documents.sizes().request(some[i]);
-      }
+      std::iota(some.begin(), some.end(), at);
+      documents.order().of(some.data(), number, some.data());
+      for (int64_t i = 0; i < number; ++i) documents.sizes().request(documents.numbered(some[i]));
       for (int64_t i = 0; i < number; ++i) {
         if ((at + i) % stride == 0) *start++ = tokens;
-        tokens += documents.sizes()[some[i]];
+        tokens += documents.sizes()[documents.numbered(some[i])];
       }
     }
     *start = tokens;
