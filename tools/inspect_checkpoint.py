@@ -147,6 +147,10 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     described = describe(checkpoint)
     if not args.json:
         shown = {k: v for k, v in described.items() if k != "provenance" or args.provenance}
+        if history := shown["state"].get("history"):
+            phases = ", ".join(f"{len(history[split])} of {split} data" for split in history)
+            text = f"phases: {phases}; tools/inspect_dataset.py --run shows them"
+            shown["state"] = {**shown["state"], "history": text}
         table(f"{folder}", ("", ""), [*shown.items()])
     measured: dict[str, TensorNorm] = {}
     problem = None

@@ -6,7 +6,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from megatron.checkpoint.files import write_manifest
 from megatron.checkpoint.settings import plain
+from megatron.training.run.provenance import data_identity
 from tests.checkpoint.written import make
 from tests.helpers.indexed import write_documents
 from tests.helpers.processes import run_processes
@@ -110,7 +112,11 @@ def test_documents_of_steps_are_those_that_the_run_read(order, tmp_path, data, i
         counts.update(sample["source"] for sample in step["samples"])
     rows = {row["source"]: row for row in report["sources"] if row["data"] == "train"}
     assert {name: row["samples"] + row.get("left_out", 0) for name, row in rows.items()} == counts
+    write(tmp_path / "b", 1000, 41)
+    code, changed = inspected(save)
     if order == "stream":
+        problems = {row["source"] for row in changed["sources"] if "problem" in row}
+        assert code == 2 and problems == {b}
         assert [phase["position"] for phase in report["history"] if phase["begun"]] == [0, 28]
         assert list(report["history"][1]["blend"]) == [a, b, c]
 
@@ -150,6 +156,30 @@ def test_a_place_and_what_comes_next(tmp_path, data, inspected):
     assert (begun["begun"], to_come["begun"]) == (True, False)
     assert (to_come["position"], to_come["tokens"], to_come["seq_length"]) == (44, 44 * 8, 4)
     assert [len(tokens) for tokens in first_tokens(report["steps"][2], data)] == [5] * 4
+
+
+def test_sources_that_are_no_longer_read_are_compared_too(tmp_path, data, inspected):
+    a, b, _ = data
+    blend = [[0.5, p, p, 0, 36, 0] for p in (a, b)]
+    folder = checkpoint(
+        tmp_path / "run",
+        config_fields([a]),
+        iteration=10,
+        consumed_samples=40,
+        history={"train": [phase(a, sources=blend), phase(a, 20)]},
+    )
+    record = [data_identity(prefix) for prefix in (a, b)]
+    (folder / "passport.json").write_text(json.dumps({"data": record}))
+    names = [path.name for path in folder.iterdir() if path.name != "manifest.json"]
+    write_manifest(folder, names)
+    assert inspected(folder, "--step", 3)[0] == 0
+    write(tmp_path / "b", 1000, 40, size=12)
+    code, report = inspected(folder)
+    places = {row["source"]: "epoch" in row for row in report["sources"]}
+    assert code == 2 and places == {a: True, b: False}
+    code, message = inspected(folder, "--step", 3)
+    assert code == 2 and b in message
+    assert inspected(folder, "--step", 6)[1]["steps"]
 
 
 def test_what_cannot_be_known_is_said(tmp_path, data, inspected):

@@ -81,8 +81,14 @@ class RunData:
         """Return why files of the run cannot be used, by prefix."""
         if self.unfiled:
             return {}
+        read = {
+            source.prefix
+            for split in self.progress.history
+            for phase in self.progress.past(split)
+            for source in phase.sources
+        }
         try:
-            files = FormerFiles(self._stored, self.config)
+            files = FormerFiles(self._stored, self.config, read)
         except MegatronError as error:
             self.notes.append(f"whether files have changed is unknown: {error}")
             return {}

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -455,15 +455,17 @@ def describe_data(
 class FormerFiles:
     """The data files of a checkpoint's run, compared with those of the same names now.
 
+    The names are those in the settings, and `more` prefixes.
+
     absent   {prefix: reason} of files that cannot be read
     changed  prefixes of files whose content has changed since, or that cannot be read
     moved    {former prefix: prefix} of the same files under another name
     unread   records of the other ones that are not among the files now
     """
 
-    def __init__(self, stored: Stored, config: Config) -> None:
+    def __init__(self, stored: Stored, config: Config, more: Iterable[str] = ()) -> None:
         listed = stored.provenance.get("data")
-        now = {prefix: data_identity(prefix) for prefix in data_prefixes(config)}
+        now = {prefix: data_identity(prefix) for prefix in {*data_prefixes(config), *more}}
         then = {
             one["prefix"]: one
             for one in (listed if isinstance(listed, list) else ())
