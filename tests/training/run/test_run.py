@@ -171,7 +171,7 @@ def test_the_ledger_outlives_a_change_of_the_blend(tmp_path):
     assert printed == printed_on_rank_1 and "epoch 2" in printed[0] and "iteration 5" in printed[0]
     assert all(figure in printed[1] for figure in ("192", "a 1.400", "b 0.800", "c 0.400"))
     by_event = records(tmp_path / "run")
-    first, last = (
+    first, _, last = (  # the second one has the new phase
         {name: count["samples"] for name, count in record["sources"].items()}
         for record in by_event["data"]
     )
