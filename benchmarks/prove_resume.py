@@ -100,7 +100,8 @@ class ResumeCase:
 # A mask over attention heads depends on the tensor-parallel size, so resumptions on TP keep only
 # the other masks.
 NO_HEAD_MASKS = ("--attention-dropout", "0")
-# Schedules of everything that can change from step to step, and the average of the weights.
+# Schedules of everything that can change from step to step, and the average of the weights. The
+# blends change within steps, before a kill and after it.
 SCHEDULED = ResumeCase(
     "fp32",
     DATA,
@@ -114,6 +115,8 @@ SCHEDULED = ResumeCase(
         "constant 2, linear 6 to 0.9",
         "--step-batch-size-schedule",
         "0:2 256:4",
+        "--blend-schedule",
+        "100: 1 docs 3 code, 304: 2 docs 1 code, 800: 1 code",
         "--clip-grad-by-kind",
         "embedding=0.05",
         "vector=0.05",
