@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from megatron.checkpoint.files import read_manifest, write_manifest
 from megatron.data.datasets import ContinuedData, build_datasets
 from megatron.data.history import from_record
 from megatron.data.order import around, merged
@@ -217,3 +218,32 @@ def test_what_needs_a_flag_is_named_and_right_with_it(tmp_path):
     ]
     state = check(tmp_path, jobs)
     assert len(state["history"]["train"]) == 3
+
+
+def test_a_checkpoint_without_a_history_goes_on_in_megatrons_order(tmp_path):
+    """It is as earlier versions wrote it, and as a conversion from Megatron does."""
+    corpus = Corpus(tmp_path)
+    blend = dict(data_path="1 a 2 b", global_batch_size=6)
+
+    def forget(corpus):
+        (folder,) = (tmp_path / "run").glob("iter_*")
+        for name, section in (("state.json", "state"), ("config.json", "data")):
+            record = json.loads((folder / name).read_text())
+            record[section].pop("history", None)
+            record[section].pop("data_order", None)
+            (folder / name).write_text(json.dumps(record))
+        write_manifest(folder, read_manifest(folder).files)
+
+    parts = [
+        Job(5, changes=dict(blend, data_order="megatron", save_interval=9)),
+        Job(changes=dict(blend, data_order="stream"), before=forget, refused="--data-order stream"),
+        Job(8, changes=blend),
+    ]
+    readings, state, config = read_jobs(tmp_path, corpus, parts)
+    assert not state["history"]
+    dataset = build_datasets(
+        config.replace(data_order="megatron"), 6 * BASE["train_iters"], 0, 0
+    ).train
+    for number in range(48):
+        tokens, labels, _ = readings["train"].samples[number]
+        assert [*tokens, labels[-1]] == dataset[number].tolist()
