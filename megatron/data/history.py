@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from megatron.data.interleave import Interleaving
 from megatron.untrusted import is_count
 
 _SHOWN = 8  # changes, weights of a change, and sources of a blend that are listed
+_MOST_PHASES = 1 << 14  # of a history; more are not from a run
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,9 @@ def from_record(record: object) -> DataPhases:
     """Return the phases in a checkpoint. Raises ValueError if they are damaged."""
     phases = list[DataPhase]()
     names = {field.name for field in dataclasses.fields(DataPhase)}
-    for entry in record if isinstance(record, list) else [None]:
+    if not isinstance(record, list) or len(record) > _MOST_PHASES:
+        raise ValueError("not a list of phases")
+    for entry in record:
         if not isinstance(entry, dict) or entry.keys() != names:
             raise ValueError("not a list of phases")
         sources = entry["sources"]
@@ -247,7 +249,7 @@ def is_history(record: object) -> bool:
 def _source(record: object) -> PhaseSource:
     match record:
         case [float(weight), str(prefix), str(name), int(first), int(stop), int(generation)]:
-            if 0 < weight < math.inf and 0 <= first < stop and generation >= 0:
+            if 0 < weight <= 1 and 0 <= first < stop and generation >= 0:
                 return PhaseSource(weight, prefix, name, first, stop, generation)
     raise ValueError(f"{record!r} is not a source")
 

@@ -10,6 +10,8 @@ import numpy as np
 from megatron.data import indexed_dataset
 from megatron.data.arrays import Int64Array
 
+MOST_POSITIONS = 1 << 51
+
 
 class Interleaving:
     """An endless order of the samples of sources, without memory of what came before.
@@ -17,7 +19,7 @@ class Interleaving:
     With weights w_a that sum to 1, sample j of source a has the time (j + 1/2) / w_a; samples are
     ordered by time, at equal times by the number of their source. Among the first n samples of S
     sources, source a has n w_a, give or take (1 + S w_a) / 2. Times are the doubles nearest to
-    these numbers, so the order is the same on every machine; positions are below 2^51.
+    these numbers, so the order is the same on every machine; positions are below MOST_POSITIONS.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

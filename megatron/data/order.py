@@ -51,13 +51,13 @@ def around(positions: Int64Array, ranges: Sequence[Range]) -> Int64Array:
 def are_ranges(value: object) -> bool:
     """Return whether this is a list of [start, stop], as in a checkpoint.
 
-    Both are whole numbers with 0 <= start < stop.
+    Both are whole numbers with 0 <= start < stop < 2^62.
     """
     return isinstance(value, list | tuple) and all(
         isinstance(pair, list | tuple)
         and len(pair) == 2
         and all(type(number) is int for number in pair)
-        and 0 <= pair[0] < pair[1]
+        and 0 <= pair[0] < pair[1] < 1 << 62
         for pair in value
     )
 

@@ -93,7 +93,7 @@ def test_each_token_of_an_epoch_once_over_any_changes(case, tmp_path, monkeypatc
     for _ in range(8):
         some = [prefix for prefix in sizes if random.rand() < 0.7] or list(sizes)[:1]
         sources = tuple(
-            PhaseSource(float(random.rand() + 0.05), p, p, 0, len(sizes[p])) for p in some
+            PhaseSource(float(1 - 0.95 * random.rand()), p, p, 0, len(sizes[p])) for p in some
         )
         length = int(random.choice([1, 4, 7, 16, 33]))
         packing = str(random.choice(packings))

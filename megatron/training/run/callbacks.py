@@ -158,10 +158,13 @@ class DataLedger(Callback):
     def before_save(self, run: Run) -> None:
         run.progress.sources = self._ledger.record()
         splits = {"train": run.datasets.train, "valid": run.datasets.valid}
-        run.progress.history |= {  # that of a split that this job does not read stays
-            name: history.to_record(dataset.begun(run.progress.position(name)))
+        former = run.progress.history
+        run.progress.history = {
+            # a split that this job does not read stays where it is
+            name: former[name] if dataset is None else history.to_record(dataset.begun(position))
             for name, dataset in splits.items()
-            if isinstance(dataset, StreamDataset)
+            for position in [run.progress.position(name)]
+            if isinstance(dataset, StreamDataset) or (dataset is None and name in former)
         }
 
     def after_save(self, run: Run) -> None:

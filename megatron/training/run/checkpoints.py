@@ -17,6 +17,7 @@ from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.config import Config
 from megatron.config.io import hugging_face_folder, is_same_folder
 from megatron.data.history import is_history
+from megatron.data.interleave import MOST_POSITIONS
 from megatron.data.ledger import is_consumed
 from megatron.data.order import are_ranges
 from megatron.engine.engine import Engine
@@ -396,10 +397,19 @@ def progress_from(state: Record, folder: Path) -> Progress:
             f"{folder} has a damaged list of data sources, left-out samples, phases of the data or losses: load "
             "another checkpoint with --load-tag"
         )
-    return Progress(
+    progress = Progress(
         **{name: state[name] for name in names},
         sources=sources,
         left_out=left_out,
         history=history,
         recent_losses=losses,
     )
+    train, valid = (progress.position(split) for split in ("train", "valid"))
+    if max(train, valid) >= MOST_POSITIONS or (
+        history and (train > 0) != bool(history.get("train"))
+    ):
+        raise CheckpointError(
+            f"{folder} has read {train} samples of training data and {valid} of validation data, "
+            "which cannot be with its phases of the data: load another checkpoint with --load-tag"
+        )
+    return progress

@@ -299,3 +299,18 @@ def test_counters_come_back_or_the_checkpoint_is_refused(tmp_path):
     for value in ("40", -1, 2**64, None):
         with pytest.raises(CheckpointError, match="consumed_tokens"):
             progress_from({**state, "consumed_tokens": value}, tmp_path)
+    phase = dict(
+        start=0, seq_length=8, packing="concat", seed=1, sources=[[1.0, "a", "a", 0, 9, 0]]
+    )
+    streams = {**state, "history": {"train": [phase]}}
+    assert progress_from(streams, tmp_path).past()[0].seq_length == 8
+    for damage in (
+        dict(history={"train": []}),
+        dict(history={"valid": [phase]}),
+        dict(history={"train": [{**phase, "sources": [[1e308, "a", "a", 0, 9, 0]]}]}),
+        dict(history={"train": [{**phase, "start": number} for number in range(10**5)]}),
+        dict(consumed_samples=2**62),
+        dict(left_out=[[2**63, 2**64]]),
+    ):
+        with pytest.raises(CheckpointError):
+            progress_from({**streams, **damage}, tmp_path)
