@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -473,12 +474,17 @@ class FormerFiles:
         }
         self.absent = {name: str(one["reason"]) for name, one in now.items() if "reason" in one}
         self.changed = {name for name in now.keys() & then if not _same(now[name], then[name])}
-        self.moved = {
-            old: new
+        # of several copies, one of the same name, if there is one
+        pairs = sorted(
+            (os.path.basename(new) != os.path.basename(old), old, new)
             for old in then.keys() - now
             for new in now.keys() - then
             if _same(now[new], then[old])
-        }
+        )
+        self.moved = dict[str, str]()
+        for _, old, new in pairs:
+            if new not in self.moved.values():
+                self.moved.setdefault(old, new)
         self.unread = tuple(
             then[name] for name in sorted(then.keys() - now.keys() - self.moved.keys())
         )

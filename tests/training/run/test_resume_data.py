@@ -15,7 +15,12 @@ from megatron.data.ledger import Ledger
 from megatron.data.order import SampleOrder, sample_order
 from megatron.errors import ConfigError
 from megatron.training.run.provenance import Provenance
-from megatron.training.run.resume import describe_beginning, describe_data, stored_settings
+from megatron.training.run.resume import (
+    FormerFiles,
+    describe_beginning,
+    describe_data,
+    stored_settings,
+)
 from megatron.training.run.schedules import BatchSchedule, Progress, planned_samples
 from tests.checkpoint.written import make
 from tests.helpers.indexed import write_documents
@@ -219,3 +224,15 @@ def test_a_source_that_returns_is_known_and_validation_goes_on(tmp_path):
     names = [[(source.prefix[-1], source.generation) for source in p.sources] for p in train]
     assert names == [[("a", 0), ("b", 0)], [("a", 0)], [("a", 0), ("b", 1)]]
     assert validated == 2 * BATCH and [phase.start for phase in valid] == [0]
+
+
+def test_copies_that_moved_are_taken_for_those_of_the_same_name(tmp_path):
+    folders = [tmp_path / "old", tmp_path / "new"]
+    for folder in folders:
+        folder.mkdir()
+    old, new = ([write(folder / name, 1000) for name in "abc"] for folder in folders)
+    files = FormerFiles(stored_settings(save(tmp_path, config(old)), config(new)), config(new))
+    assert files.moved == dict(zip(old[:2], new[:2], strict=True))
+    ours = config([new[1], new[2]])
+    files = FormerFiles(stored_settings(tmp_path / "iter_0000010", ours), ours)
+    assert files.moved[old[1]] == new[1] and files.moved[old[0]] == new[2]
