@@ -166,6 +166,11 @@ class Source:
         """Return a function that loads or builds the order of an epoch; it keeps the last few."""
         return lru_cache(_EPOCHS_KEPT)(self._epoch)
 
+    @cached_property
+    def _check(self) -> Callable[[int, int], None]:
+        """Return IndexedDataset.check, which looks at the same sequences once."""
+        return lru_cache(_EPOCHS_KEPT)(self.indexed.check)
+
     def _epoch(self, key: EpochKey) -> Epoch:
         sizes = self.indexed.sizes
         count = key.stop - key.first
@@ -176,7 +181,7 @@ class Source:
             return {"starts": token_starts(sizes, documents, STRIDE)}
 
         if count < _IN_MEMORY:
-            self.indexed.check(key.first, key.stop)
+            self._check(key.first, key.stop)
             return Epoch(sizes, documents, **build())
         made = dict[str, Epoch]()
 
