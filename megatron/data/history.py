@@ -323,11 +323,11 @@ def changes(past: Sequence[DataPhase], now: DataPhase) -> list[Change]:
         if source.name not in same:
             found.append(Change(f"{source.name} is no longer read"))
     weights = [
-        {source.name: source.weight for source in phase.sources if source.name in same}
+        {source.name: f"{source.weight:.6g}" for source in phase.sources if source.name in same}
         for phase in (before, now)
     ]
     shown = [
-        f"{name} {weights[1][name]:.6g} (was {old:.6g})"
+        f"{name} {weights[1][name]} (was {old})"
         for name, old in weights[0].items()
         if weights[1][name] != old
     ]
