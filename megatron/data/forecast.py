@@ -192,12 +192,14 @@ class _Reads:
     phases    the phases of the run; in Megatron's order only the one that holds
     current   the blends from the current one on
     tokens    number of tokens in an epoch of each stream
+    earlier   the same with the sequences that the sources of all phases have or had
     position  where the run continues
     """
 
     phases: DataPhases
     current: Sequence[Scheduled]
     tokens: Mapping[tuple[str, int], int]
+    earlier: Mapping[PhaseSource, int]
     position: int
 
     @classmethod
@@ -210,16 +212,23 @@ class _Reads:
     ) -> _Reads:
         done = tokens_before(past, position)
         ends = [each.tokens for each in scheduled[1:]]
+        sources = {source.stream: source for each in scheduled for source in each.phase.sources}
+        files = {stream: opened[source.prefix] for stream, source in sources.items()}
         tokens = {
-            source.stream: opened[source.prefix].tokens_between(source.first, source.stop)
-            for each in scheduled
-            for source in each.phase.sources
+            stream: files[stream].tokens_between(source.first, source.stop)
+            for stream, source in sources.items()
         }
         phases = continued_phases(past, position, scheduled)
-        return cls(phases, scheduled[bisect_right(ends, done) :], tokens, position)
+        earlier = {
+            source: files[source.stream].tokens_between(source.first, source.stop)
+            for phase in phases
+            for source in phase.sources
+            if source.stream in files and source.stop <= len(files[source.stream])
+        }
+        return cls(phases, scheduled[bisect_right(ends, done) :], tokens, earlier, position)
 
     def epochs(self, end: int) -> dict[tuple[str, int], float]:
-        return epochs_before(self.phases, end, self.tokens)
+        return dict.fromkeys(self.tokens, 0.0) | epochs_before(self.phases, end, self.earlier)
 
     def forecast(self, end: int) -> Forecast:
         before = self.epochs(self.position)

@@ -122,18 +122,20 @@ def continued_phases(
 
 
 def epochs_before(
-    phases: Sequence[DataPhase], end: int, tokens: Mapping[tuple[str, int], int]
+    phases: Sequence[DataPhase], end: int, tokens: Mapping[PhaseSource, int]
 ) -> dict[tuple[str, int], float]:
     """Return how often each stream is read before position `end`.
 
-    `tokens` has the number of tokens in an epoch of each stream; others are left out. With
-    --data-packing best-fit, padding counts as tokens, so that the result is slightly too high.
+    `tokens` has the number of tokens in an epoch of each source of the phases; others are left out.
+    With --data-packing best-fit, padding counts as tokens, so that the result is slightly too high.
     """
-    epochs = dict.fromkeys(tokens, 0.0)
+    epochs = dict.fromkeys((source.stream for source in tokens), 0.0)
     for phase, samples in stretches(phases, end):
-        for stream, count in phase.counts(samples).items():
-            if stream in epochs:
-                epochs[stream] += count * phase.seq_length / tokens[stream]
+        counts = phase.counts(samples)
+        for source in phase.sources:
+            if source in tokens:
+                length = counts[source.stream] * phase.seq_length
+                epochs[source.stream] += length / tokens[source]
     return epochs
 
 

@@ -67,6 +67,17 @@ def test_epochs_of_a_resumed_run(files):
     assert epochs(300, continued, data_path=(web,), max_epochs=1) == {web: (0, 50 * 8 / 4000)}
 
 
+def test_epochs_before_a_split_are_those_of_the_former_documents(files):
+    """Half of 4000 tokens were read when the source was left with half of its documents."""
+    web, *_ = files
+    past = (DataPhase(0, 8, "concat", 1234, (PhaseSource(1.0, web, web, 0, 400),)),)
+    continued = ContinuedData({"train": past}, {"train": 250})
+    split = dict(
+        train_data_path=(f"{web}@0:0.5",), split=None, load=".", allow_data_changes=("split",)
+    )
+    assert epochs(300, continued, **split) == {web: (0.5, 0.5 + 50 * 8 / 2000)}
+
+
 def test_a_limit_of_epochs_is_refused_with_what_would_keep_it(files):
     """The sources alternate, so that the 126th sample of 8 tokens of code is that of number 251."""
     web, code, _ = files
