@@ -505,7 +505,31 @@ def spread(count: int) -> list[int]:
     return some
 
 
-class BlendedDataset(TokenDataset):
+class SourcesDataset(TokenDataset):
+    """A data set whose samples come from several sources."""
+
+    @abstractmethod
+    def find(self, index: int, /) -> tuple[SourceDataset, int]:
+        """Return the source of sample `index`, and the sample's number in it."""
+
+    def __getitem__(self, index: int, /) -> Int64Array:
+        source, number = self.find(index)
+        return source[number]
+
+    def segments(self, index: int, /) -> Int64Array | None:
+        source, number = self.find(index)
+        return source.segments(number)
+
+    def loss_tokens(self, index: int, /) -> Int64Array | None:
+        source, number = self.find(index)
+        return source.loss_tokens(number)
+
+    def where(self, index: int, token: int = 0, /) -> str:
+        source, number = self.find(index)
+        return source.where(number, token)
+
+
+class BlendedDataset(SourcesDataset):
     """A blend of several data sets, with `size` samples.
 
     The order of the samples keeps the share of every data set close to its weight throughout
@@ -552,22 +576,6 @@ class BlendedDataset(TokenDataset):
     def __len__(self) -> int:
         return len(self._which)
 
-    def __getitem__(self, index: int, /) -> Int64Array:
-        dataset, sample = self._find(index)
-        return dataset[sample]
-
-    def segments(self, index: int, /) -> Int64Array | None:
-        dataset, sample = self._find(index)
-        return dataset.segments(sample)
-
-    def loss_tokens(self, index: int, /) -> Int64Array | None:
-        dataset, sample = self._find(index)
-        return dataset.loss_tokens(sample)
-
-    def where(self, index: int, token: int = 0, /) -> str:
-        dataset, sample = self._find(index)
-        return dataset.where(sample, token)
-
     @property
     def sources(self) -> tuple[SourceDataset, ...]:
         return self._sources
@@ -579,7 +587,7 @@ class BlendedDataset(TokenDataset):
         for number in np.unique(which).tolist():
             yield self._sources[number], samples[which == number]
 
-    def _find(self, index: int) -> tuple[SourceDataset, int]:
+    def find(self, index: int, /) -> tuple[SourceDataset, int]:
         return self._sources[int(self._which[index])], int(self._sample[index])
 
 

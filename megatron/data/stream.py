@@ -21,8 +21,8 @@ from megatron.data.gpt_dataset import (
     BySource,
     IndexFiles,
     SlicedDataset,
+    SourcesDataset,
     Spans,
-    TokenDataset,
     check_count,
     damaged_index,
 )
@@ -200,7 +200,7 @@ class Opening:
         return Source(indexed, IndexFiles(indexed, self.data_cache_path, self.verify), name)
 
 
-class StreamDataset(TokenDataset):
+class StreamDataset(SourcesDataset):
     """A blend of streams, in the order of the phases. Sample `index` is the one at this position.
 
     phases     those of the past included; their sources are opened only when they are read
@@ -342,8 +342,7 @@ class StreamDataset(TokenDataset):
     def available(self) -> int:
         return self._size if self._ends else ENDLESS
 
-    def find(self, index: int) -> tuple[SourceStream, int]:
-        """Return the stream of a sample, and the sample's number in it."""
+    def find(self, index: int, /) -> tuple[SourceStream, int]:
         return self._kept(index)
 
     def _find(self, index: int) -> tuple[SourceStream, int]:
@@ -352,19 +351,3 @@ class StreamDataset(TokenDataset):
         (which,), (sample,) = self._orders[number].find(np.array([index - phase.start]))
         stream = self.stream(phase.sources[which].stream)
         return stream, int(sample) + self._before[number][which]
-
-    def __getitem__(self, index: int, /) -> Int64Array:
-        stream, number = self.find(index)
-        return stream[number]
-
-    def segments(self, index: int, /) -> Int64Array | None:
-        stream, number = self.find(index)
-        return stream.segments(number)
-
-    def loss_tokens(self, index: int, /) -> Int64Array | None:
-        stream, number = self.find(index)
-        return stream.loss_tokens(number)
-
-    def where(self, index: int, token: int = 0, /) -> str:
-        stream, number = self.find(index)
-        return stream.where(number, token)
