@@ -133,15 +133,21 @@ class Ledger:
         short = short_names(self.counts)
         return {short[name]: record for name, record in self.record().items()}
 
-    def line(self) -> str:
+    def line(self, to_come: Mapping[str, float] | None = None) -> str:
         """Return a log line with all tokens consumed, and the epochs of each source.
 
         The sources with the most epochs are listed, in descending order; for the others, the line
-        has only how many they are and the range of their epochs.
+        has only how many they are and the range of their epochs. `to_come` has the epochs of the
+        sources in the rest of the run, if they are known.
         """
+        short = short_names(self.counts)
+        ahead = {short[name]: epochs for name, epochs in (to_come or {}).items()}
         epochs_of = {name: record["epochs"] for name, record in self.by_short_name().items()}
         listed = sorted(epochs_of.items(), key=lambda item: -item[1])
-        texts = [f"{name} {epochs:.3f}" for name, epochs in listed[:_SHOWN]]
+        texts = [
+            f"{name} {epochs:.3f}" + (f" of {epochs + ahead[name]:.3f}" if ahead.get(name) else "")
+            for name, epochs in listed[:_SHOWN]
+        ]
         rest = [epochs for _, epochs in listed[_SHOWN:]]
         if rest:
             texts.append(f"{len(rest)} more {rest[-1]:.3f} to {rest[0]:.3f}")

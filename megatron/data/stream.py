@@ -178,6 +178,13 @@ class SourceStream(SlicedDataset):
             if first < min(end, stop) and start < stop:
                 self._cut(index).prepare(max(first, start) - start, min(end, stop) - start)
 
+    def epochs(self, first: int, stop: int) -> float:
+        """Return how often samples first .. stop - 1 read the source."""
+        if first >= stop:
+            return 0.0
+        cut, start = self._at(first)
+        return cut.epochs(start + stop - first) - cut.epochs(start)
+
     def place(self, number: int) -> Place:
         """Return where the reading stands after `number` samples."""
         cut, taken = self._at(number)
@@ -290,6 +297,14 @@ class StreamDataset(SourcesDataset):
             for stream, count in phase.counts(samples).items():
                 taken[stream] += count
         return taken
+
+    def epochs(self, first: int, stop: int) -> dict[str, float]:
+        """Return how often samples first .. stop - 1, none of them of the past, read each source."""
+        before, after = self.taken(first), self.taken(stop)
+        return {
+            stream[0]: self.stream(stream).epochs(before[stream], after[stream])
+            for stream in self._current
+        }
 
     def go_back(self, past: DataPhases, position: int) -> None:
         """Continue from an earlier position; if it is too early to be read again, in new phases.

@@ -172,7 +172,14 @@ class DataLedger(Callback):
         if self._iteration == progress.iteration:
             return
         self._iteration = progress.iteration
-        run.reporter.say(self._ledger.line())
+        train = run.datasets.train
+        to_come = {}
+        if isinstance(train, StreamDataset):
+            last = run.batches.samples_after(
+                run.total_iterations - progress.iteration, progress.consumed_samples
+            )
+            to_come = train.epochs(progress.position(), progress.position(consumed=last))
+        run.reporter.say(self._ledger.line(to_come))
         self._record(run)
 
     def on_rollback(self, run: Run, samples: range) -> None:

@@ -200,11 +200,16 @@ class Progress:
     history: dict[str, list[dict[str, object]]] = field(default_factory=dict)
     recent_losses: list[float] = field(default_factory=list)
 
-    def position(self, split: str = "train") -> int:
-        """Return the position of the next sample of training or validation data."""
+    def position(self, split: str = "train", consumed: int | None = None) -> int:
+        """Return the position of the next sample of training or validation data.
+
+        `consumed` training samples may come before it, instead of those so far.
+        """
         if split == "valid":
             return self.consumed_valid_samples
-        return SampleOrder(0, left_out=merged(self.left_out)).position(self.consumed_samples)
+        if consumed is None:
+            consumed = self.consumed_samples
+        return SampleOrder(0, left_out=merged(self.left_out)).position(consumed)
 
     def past(self, split: str = "train") -> DataPhases:
         """Return the phases of the data that have begun. Raises ValueError if they are damaged."""
