@@ -321,8 +321,11 @@ def resolve(s: Settings) -> None:
     for name in ("data_order", "max_epochs"):
         if v[name] is not None and v["mock_data"]:
             s.ignore(name, "--mock-data has no documents")
-    of_megatron = v["train_data_exact_num_epochs"] or v["dataloader_type"] == "cyclic"
-    s.fill("data_order", "megatron" if of_megatron else "stream", "derived")
+    if v["dataloader_type"] == "cyclic":
+        s.fill("data_order", "megatron", "derived from dataloader-type cyclic")
+    if v["train_data_exact_num_epochs"]:
+        s.fill("data_order", "megatron", "derived from train-data-exact-num-epochs")
+    s.fill("data_order", "stream", "derived")
     if s.usable("blend_schedule") and parse_blend_schedule(v["blend_schedule"])[0][0] == 0:
         for name in ("data_path", "data_file_list", "train_data_path"):
             if v[name]:

@@ -136,7 +136,7 @@ def with_data_order(config: Config, stored: Stored | None, progress: Progress) -
         flag = (
             "--blend-schedule"
             if config.data.blend_schedule
-            else f"--data-order {config.data.data_order}"
+            else f"--data-order {config.data.data_order} ({config.origin('data_order')})"
         )
         raise ConfigError(
             f"{flag}: the run of {stored.folder} reads its data in the order {order!r}, and would "
