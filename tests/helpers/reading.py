@@ -107,22 +107,23 @@ class Reading:
 
     def add(self, folder: Path) -> None:
         """Add what the ranks of a job have read. Ranks that read the same sample must agree."""
-        after = dict[int, Sample]()
-        before = self.samples
+        kept = self.samples
+        added = dict[int, Sample]()
         for file in sorted(folder.glob("*.jsonl")):
-            one = dict(before)
+            new = dict[int, Sample]()
             lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]
             for split, number, sample in map(json.loads, lines):
                 if split != self._split:
                     continue
                 if sample is None:
-                    one = {n: s for n, s in one.items() if n < number}
+                    kept, new = (
+                        {n: s for n, s in some.items() if n < number} for some in (kept, new)
+                    )
                 else:
-                    one[number] = sample
-            after = {n: s for n, s in after.items() if n in one or n not in before}
-            assert all(one[n] == after[n] for n in one.keys() & after.keys())
-            after |= one
-        self.samples = after
+                    new[number] = sample
+            assert all(new[n] == added[n] for n in new.keys() & added.keys())
+            added |= new
+        self.samples = kept | added
 
 
 class Count:

@@ -198,6 +198,51 @@ def test_layouts_kills_and_a_schedule(tmp_path):
     assert 200 // 8 in starts and len(starts) == 5
 
 
+def random_jobs(random, saved, count):
+    """Yield jobs that change at random, each when the one before it has ended."""
+    until = 0
+    seed = 1
+    for number in range(count):
+        begin = until
+        until += int(random.randint(4, 8))
+        names = "".join(name for name in "abc" if random.rand() < 0.7) or "b"
+        blend = [" ".join(f"{random.randint(1, 9)} {name}" for name in names) for _ in range(2)]
+        layout = random.choice(["", "data", "tensor", "pipeline"])
+        changes = dict(
+            data_path=blend[0],
+            seq_length=int(random.choice([5, 8, 16])),
+            global_batch_size=int(random.choice([4, 8])),
+            micro_batch_size=int(random.choice([1, 2])),
+            data_packing=str(random.choice(["concat", "best-fit"])),
+            train_iters=int(random.randint(100, 200)),
+            async_save=bool(random.randint(2)),
+            seed=seed,
+            allow_data_changes=("seed",),  # also after a kill before the next checkpoint
+        )
+        if layout in ("tensor", "pipeline"):
+            changes[f"{layout}_model_parallel_size"] = 2
+        if random.rand() < 0.2:
+            changes["seed"] = seed = seed + 1
+        if random.rand() < 0.3:
+            changes["skip_train_iteration_range"] = (f"{begin + 2}-{begin + 3}",)
+        if begin and random.rand() < 0.5:
+            tokens = state_of(saved)["consumed_tokens"] + random.randint(200)
+            changes["blend_schedule"] = f"{tokens}: {blend[1]}"
+        kill = ()
+        if 0 < number < count - 1 and random.rand() < 0.3:
+            # two steps may be skipped
+            kill = "megatron.run.step", int(random.randint(1, max(2, until - begin - 1))), "kill"
+        yield Job(
+            *(until, 2 if layout else 1, kill, int(random.randint(begin, until)) or None, changes)
+        )
+
+
+@pytest.mark.campaign("kills")
+@pytest.mark.parametrize("case", range(4))
+def test_random_changes(tmp_path, case):
+    check(tmp_path, random_jobs(np.random.RandomState(case), tmp_path / "run", 10))
+
+
 def test_what_needs_a_flag_is_named_and_right_with_it(tmp_path):
     """While a source is not read, its files are replaced by others, which count for themselves."""
     blend = dict(data_path="1 a 1 b")
