@@ -195,3 +195,33 @@ def test_a_history_beyond_the_file_is_refused(tmp_path):
     )
     with pytest.raises(DataError, match="10 sequences"):
         StreamDataset(phases, 5, 9, Opening(IndexedDataset))
+
+
+def test_going_back_before_a_resume(tmp_path):
+    """Samples of another length cannot be read again: the new phase then begins earlier."""
+    prefix = write(tmp_path / "a", [50] * 20)
+    opened = IndexedDataset(prefix)
+    short, long, other = (
+        DataPhase(start, length, "concat", 1, (PhaseSource(weight, prefix, prefix, 0, 20),))
+        for start, length, weight in ((0, 4, 1.0), (10, 8, 1.0), (20, 8, 2.0))
+    )
+    phases = (short, long, other)
+
+    def resumed():
+        return StreamDataset(
+            phases,
+            20,
+            40,
+            Opening(lambda _: opened),
+            [Scheduled(0, dataclasses.replace(other, start=0))],
+        )
+
+    before = [resumed()[number].tolist() for number in range(40)]
+    near, far = resumed(), resumed()
+    near.go_back(phases[:2], 12)
+    assert near.readable_from == 10 and near.phases == phases
+    assert [near[number].tolist() for number in range(40)] == before
+    far.go_back(phases[:1], 6)
+    assert far.phases == (short, dataclasses.replace(other, start=6))
+    assert [far[number].tolist() for number in range(6)] == before[:6]
+    assert {len(far[number]) for number in range(6, 40)} == {9}
