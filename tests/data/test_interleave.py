@@ -105,15 +105,3 @@ def test_extension_and_numpy_give_the_same_order(weights, start, gaps):
     samples = ask(interleaving, positions)
     with without_extension():
         assert ask(interleaving, positions) == samples
-
-
-@pytest.mark.usefixtures("implementation")
-def test_every_sample_of_a_source_once_and_in_order():
-    interleaving = Interleaving(WEIGHTS["300"])
-    start = 10**12
-    count = 20_000
-    sources, numbers = interleaving.find(np.arange(start, start + count))
-    before = interleaving.counts(start)
-    after = interleaving.counts(start + count)
-    for source in range(300):
-        assert numbers[sources == source].tolist() == list(range(before[source], after[source]))

@@ -101,9 +101,10 @@ def test_each_token_of_an_epoch_once_over_any_changes(case, tmp_path, monkeypatc
         phases = from_record(to_record(continued_phases(phases, position, [Scheduled(0, now)])))
         stop = position + random.randint(1, 200)
         dataset = StreamDataset(phases, position, stop, Opening(opened.__getitem__))
-        order = range(position, stop)
-        for index in order:
+        for index in range(position, stop):
             count, stream = reader.read(dataset, index)
+            if index % 4:  # the rest takes as long as all else
+                continue
             _, number = dataset.find(index)
             assert stream.tokens_in(np.array([number])) == count
             assert stream.spans(np.array([number]))[1].sum() == count

@@ -169,7 +169,7 @@ def test_each_token_is_read_once_in_an_epoch(tmp_path):
     jobs = [
         Job(5, changes=half),
         Job(kill=killed, changes=tilted),
-        Job(12, changes=long),
+        Job(12, ranks=2, changes=long),
         Job(17, changes=dict(three, skip_train_iteration_range=("14-15",))),
         Job(21, changes=packed),
         Job(25, changes=dict(half, seed=5, allow_data_changes=("seed",)), spike=24),

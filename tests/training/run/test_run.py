@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from megatron.data.sampler import MicroBatchStream
 from megatron.training.report.reporter import Console
 from tests.helpers.fault_points import strike
 from tests.helpers.indexed import write_documents
@@ -85,71 +84,6 @@ def test_a_run_writes_what_happened(tmp_path):
 def write_numbers(prefix, tokens):
     """Write one document of ascending tokens, so that a sample's first token tells its number."""
     return write_documents(prefix, [range(tokens)])
-
-
-def run_and_note(rank, fields):
-    """Return {number of the first sample: first token of each} of this rank's micro-batches."""
-    noted = {}
-    plain = MicroBatchStream.take
-
-    def take(self, n):
-        batches = plain(self, n)
-        noted.update({batch.first_sample: batch.tokens[:, 0].tolist() for batch in batches})
-        return batches
-
-    MicroBatchStream.take = take
-    run(rank, fields)
-    return noted
-
-
-@pytest.mark.parametrize(
-    "kind", ["single", pytest.param("cyclic", marks=pytest.mark.campaign("kills"))]
-)
-def test_resizes_in_mid_run_change_no_sample_and_no_loss(tmp_path, kind):
-    """Resizes in mid-run drop and repeat no sample, and losses are those of one process.
-
-    Data-parallel size is 1, 2 and 1, with checkpoints between, while the batch grows,
-    micro-batches change, and ranks and devices get another order.
-    """
-    prefix = write_numbers(tmp_path / "x", 8 * 96 + 1)
-    save = str(tmp_path / "run")
-    fields = dict(
-        data_path=(prefix,),
-        split="1",
-        train_data_exact_num_epochs=1,
-        dataloader_type=kind,
-        vocab_size=800,
-        train_iters=None,
-        train_samples=96,
-        global_batch_size=16,
-        rampup_batch_size=(8, 8, 64),
-    )
-    resized = dict(fields, save=save, load=save)
-    pipeline = dict(pipeline_model_parallel_size=2, rank_order="dp-pp-tp", device_order=(1, 0))
-    notes = []
-    for processes, changes in (
-        (1, dict(micro_batch_size=2, num_workers=2, exit_interval=2)),
-        (2, dict(micro_batch_size=2, exit_interval=4)),
-        (2, dict(micro_batch_size=4, num_workers=1, **pipeline)),
-    ):
-        ranks = run_processes(processes, run_and_note, {**resized, **changes})
-        notes += {number: tokens for rank in ranks for number, tokens in rank.items()}.items()
-    samples = [token // 8 for _, tokens in sorted(notes) for token in tokens]
-    assert sorted(samples) == list(range(96))  # all samples of the epoch, each once
-    (order,) = run_processes(1, run_and_note, {**fields, "save": str(tmp_path / "whole")})
-    assert samples == [token // 8 for _, tokens in sorted(order.items()) for token in tokens]
-    uninterrupted = records(tmp_path / "whole")
-    resumed = records(tmp_path / "run")
-    assert resumed["start"][-1]["layout"]["rank_order"] == "dp-pp-tp"
-    names = ("iteration", "consumed_samples", "learning_rate")
-    assert values(resumed["iteration"], *names) == values(uninterrupted["iteration"], *names)
-    losses = [values(side["iteration"], "lm_loss") for side in (resumed, uninterrupted)]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-    assert resumed["end"][-1]["consumed_samples"] == 96
-    assert [r["sources"][prefix]["samples"] for r in resumed["data"]] == [16, 32, 96]
-    assert resumed["data"][-1]["sources"] == {
-        prefix: {"samples": 96, "tokens": 768, "epochs": pytest.approx(768 / 769)}
-    }
 
 
 def run_and_listen(rank, fields):
