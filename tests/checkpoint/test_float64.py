@@ -10,6 +10,7 @@ import megatron
 from megatron.data.sampler import make_micro_batch
 from megatron.errors import CheckpointError
 from megatron.kernels.choose import NONE
+from megatron.layers import gated_delta_net
 from megatron.model import gpt
 from megatron.training.run.generate import Sampling, generate
 from tests.helpers.hugging_face import CASES, hugging_face, make, tensors, tokens
@@ -45,6 +46,7 @@ def test_logits_gradients_and_text_are_those_of_transformers(case, tmp_path, mon
     from transformers import AutoConfig, AutoModelForCausalLM
 
     monkeypatch.setattr(gpt, "choose_fusions", lambda *_: NONE)
+    monkeypatch.setattr(gated_delta_net, "CHUNK", 4)  # several in a sample
     eager = dict(attn_implementation="eager", experts_implementation="eager")
     stored = hugging_face(case, positions=80)
     stored.config.eos_token_id = stored.generation_config.eos_token_id = None

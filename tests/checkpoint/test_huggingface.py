@@ -23,13 +23,11 @@ from tests.helpers.text import one_process
 from tests.helpers.training import TrainingJob, assemble, local_shards
 
 LAYOUTS = {
-    1: {},
     2: dict(expert_model_parallel_size=2, zero_stage=3),
     4: dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
 }
 # Each family is cut on four ranks. Uncut: test_float64.py.
 RUNS = [
-    *((1, case) for case in ("gpt2", "llama-larger", "olmo2", "bloom")),
     *((2, case) for case, (kind, _) in CASES.items() if FAMILIES[kind].experts),
     *((4, case) for case in CASES if case != "llama-larger"),
     (2, "qwen2_moe+lora"),

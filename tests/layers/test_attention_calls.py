@@ -10,16 +10,10 @@ import types
 import pytest
 import torch
 
-from megatron.config import Config
-from megatron.kernels.choose import ALL, NONE
 from megatron.layers import attention_fused
-from megatron.layers.attention import SelfAttention
 from megatron.layers.attention_fused import flash_attention, torch_attention
 from megatron.layers.attention_unfused import PLAIN, Scoring
-from megatron.layers.context import CallContext
 from megatron.layers.positions import Alibi, alibi_slopes
-from megatron.parallel.keyed_random import DropoutKey
-from tests.helpers.fusions import context
 from tests.layers.test_attention import (
     TWO_SAMPLES,
     dense,
@@ -29,47 +23,6 @@ from tests.layers.test_attention import (
 )
 
 BOUNDS = [0, 7, 8, 20, 23, 46]  # of TWO_SAMPLES, one after the other
-
-
-def configured(**fields):
-    return Config.create(
-        **dict(num_layers=1, num_attention_heads=4, vocab_size=8, micro_batch_size=2) | fields
-    )
-
-
-@pytest.mark.parametrize(
-    ("attention", "fusions", "documents", "rope", "dropout"),
-    [
-        ("torch", NONE, True, True, 0.3),
-        ("blocked", ALL, True, False, 0.3),
-        ("blocked", NONE, False, False, 0.3),
-        ("unfused", ALL, False, True, 0.3),
-        ("unfused", NONE, True, True, 0.3),
-    ],
-)
-def test_recomputing_attention_repeats_every_bit(attention, fusions, documents, rope, dropout):
-    config = configured(
-        hidden_size=32,
-        num_key_value_heads=2,
-        seq_length=23,
-        attention_dropout=dropout,
-        position_embedding_type="rope" if rope else "learned_absolute",
-        init_method_std=0.2,
-    )
-    call = CallContext(
-        documents=documents_of(TWO_SAMPLES) if documents else None,
-        dropout=DropoutKey(1, 2),
-    )
-    results = []
-    for recompute in (False, True):
-        layer = SelfAttention(context(fusions), "a", config, 0, recompute)
-        layer.core.attention = attention
-        x = inputs(23, 2, 4, 4, torch.float32)[0].detach().flatten(2).requires_grad_()
-        out, _ = layer(x, call)
-        weights = [layer.query_key_value.weight, layer.dense.weight]
-        results.append([out.detach(), *torch.autograd.grad(out, [x, *weights], out.detach().cos())])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
 
 
 def by_document(q, k, v, bounds, slopes=None, scoring=PLAIN):

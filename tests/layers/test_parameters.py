@@ -39,22 +39,6 @@ def unsharded(name, shape, dim, size, padded=None):
     return torch.cat(shards, dim)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dim", "padded"),
-    [
-        ((192, 40), 0, None),
-        ((40, 192), 1, None),
-        ((2, 96, 16), 1, None),
-        ((100, 8), 0, 128),
-        ((3 * BLOCK, 4), 0, None),
-    ],
-)
-def test_weights_do_not_depend_on_the_tensor_parallel_size(shape, dim, padded):
-    one = unsharded("w", shape, dim, 1, padded)
-    for size in (2, 4):
-        assert torch.equal(unsharded("w", shape, dim, size, padded), one)
-
-
 def test_padding_is_zero_and_does_not_change_the_rest():
     plain = unsharded("w", (100, 8), 0, 1)
     padded = unsharded("w", (100, 8), 0, 4, padded=256)

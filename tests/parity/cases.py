@@ -350,7 +350,7 @@ FOLDED_SHAPES = [
 # few processes as possible: cases of the same world size share them.
 TOGETHER = [
     layout(recompute=BLOCK, micro_batch_size=2),
-    layout(tp=2, recompute=FULL2, gradient_accumulation_fusion=False, **CHUNKS),
+    layout(tp=2, recompute=FULL2, gradient_accumulation_fusion=False, **CHUNKS, **DROPOUT),
     layout(tp=2, sp=True, recompute=FULL, micro_batch_size=2, reset_attention_mask=True, **DROPOUT),
     layout(pp=2, schedule="zb-h1", recompute=FULL, micro_batch_size=2, reset_attention_mask=True),
     layout(dp=2, **BF16, decoupled_lr=3e-3),

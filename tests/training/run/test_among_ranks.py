@@ -400,7 +400,7 @@ def test_processes_tell_each_other_their_cores(results_of):
 
 
 def test_text_does_not_depend_on_the_layout(results_of):
-    """One process is compared with plain forward passes and with transformers in test_generate."""
+    """One process is compared with plain forward passes in test_generate."""
 
     def alone(sampling, **fields):
         model = one_process(**GPT, **fields)
