@@ -112,16 +112,16 @@ WRITTEN = {
 SOME = """
 split -> tp2 sp pp2
 split -> pp2 cp2 zero0
-multi-query, tp4 -> bf16
-multi-query, dp4 -> tp4
 tied -> pp4
 experts, zero 3 -> tp2 sp ep4 etp1
 experts, folded -> ep2 etp2 halves
 frozen -> zero3 tp2
 fp16 -> zero2 fp16 scale
-adapters -> zero3 tp2
+adapters -> zero3 tp2 bf16
 """
 OTHERS = """
+multi-query, tp4 -> bf16
+multi-query, dp4 -> tp4
 split -> zero0 bf16
 sequences -> pp2 cp2 zero0
 tied -> pp2 zb zero0

@@ -6,7 +6,7 @@ The campaign "memory" compares others.
 import pytest
 
 from benchmarks import memory_model
-from benchmarks.memory_layouts import PROCESSES, SMALL, Shape, drawn
+from benchmarks.memory_layouts import PROCESSES, SHAPES, SMALL, Shape, drawn
 
 OVER_NODES = dict(
     SMALL,
@@ -30,7 +30,9 @@ OVER_NODES = dict(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shape", [drawn(8), Shape("experts over nodes, zero-bubble", "gpu", OVER_NODES)]
+    "shape",
+    [drawn(8), SHAPES[0], Shape("experts over nodes, zero-bubble", "gpu", OVER_NODES)],
+    ids=["drawn", "ZeRO 3", "experts"],
 )
 def test_the_planners_memory_is_what_the_code_allocates(shape):
     rows = memory_model.compare_formula(shape)

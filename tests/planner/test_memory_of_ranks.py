@@ -109,28 +109,6 @@ def test_recomputation_keeps_inputs():
         assert kept_bytes(f"{full} {flags}") == expected
 
 
-def test_zero_3_holds_parts_and_two_layers():
-    """Bytes of a parameter: 18 over the ranks, but for vectors' weights.
-
-    Beyond them are, at the output layer, its weights and those of the layer before, and gradients of
-    buckets that are filled or under way.
-    """
-    sizes = "--num-layers 8 --hidden-size 128 --zero-stage 3 --zero-reduce-bucket-size 1"
-    config = small(dp=4, flags=f"{sizes} --untie-embeddings-and-output-weights")
-    (rank,) = memory_of_ranks(config)
-    n = parameters_of_rank(config, 0)
-    h = 128
-    layers = 8
-    vectors = layers * 13 * h + 2 * h
-    largest = 4 * h * h
-    table = 1000 * h
-    assert rank.master + rank.moments == 3 * n
-    weights = rank.weights - (2 * (n - vectors) / 4 + 2 * vectors)
-    gradients = rank.gradients - n
-    assert weights == 2 * (table + 12 * h * h)
-    assert 0 < gradients <= 4 * (2 * table + largest + vectors)
-
-
 def test_states_are_18_bytes_for_a_parameter_and_zero_divides_12_of_them():
     for dp, flags, weights, states in (
         (1, "", 2, 12),

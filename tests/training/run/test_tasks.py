@@ -34,8 +34,7 @@ def test_figures_at_each_evaluation_are_those_of_any_layout(tmp_path):
     tasks = (write(tmp_path / "a.jsonl", ENDINGS), write(tmp_path / "b.jsonl", CHOICES))
     layouts = [
         (1, {}),
-        (4, dict(INTERLEAVED, tensor_model_parallel_size=2, sequence_parallel=True)),
-        (2, dict(context_parallel_size=2, micro_batch_size=1)),
+        (4, dict(INTERLEAVED, context_parallel_size=2, micro_batch_size=1)),
     ]
     runs = []
     for n, (processes, fields) in enumerate(layouts):
