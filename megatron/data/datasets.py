@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -279,6 +279,18 @@ def data_prefixes(config: Config) -> list[str]:
     return list(dict.fromkeys(source.prefix for blend in blends for source in blend))
 
 
+def _with_tokens(
+    plan: SplitPlan, blend: Blend, opened: Callable[[str], IndexedDataset], index: int
+) -> Iterator[tuple[BlendSource, IndexedDataset, tuple[int, int], int]]:
+    """Yield each source with tokens in split number `index`: files, sequences, number of tokens."""
+    for source in blend:
+        indexed = opened(source.prefix)
+        bounds = plan.bounds(source, index, len(indexed))
+        tokens = indexed.tokens_between(*bounds)
+        if tokens:
+            yield source, indexed, bounds, tokens
+
+
 def scheduled_phases(
     config: Config,
     plan: SplitPlan,
@@ -293,16 +305,16 @@ def scheduled_phases(
     proportion. Sources that the `past` phases of the run read keep their names. Raises DataError if
     only some phases have data.
     """
-    listed = list[tuple[int, list[PhaseSource]]]()
-    for tokens, blend in plan.schedule:
-        listed.append((tokens, []))
-        for source in blend:
-            indexed = opened(source.prefix)
-            bounds = plan.bounds(source, index, len(indexed))
-            if indexed.tokens_between(*bounds):
-                listed[-1][1].append(
-                    PhaseSource(source.weight, source.prefix, source.prefix, *bounds)
-                )
+    listed = [
+        (
+            tokens,
+            [
+                PhaseSource(source.weight, source.prefix, source.prefix, *bounds)
+                for source, _, bounds, _ in _with_tokens(plan, blend, opened, index)
+            ],
+        )
+        for tokens, blend in plan.schedule
+    ]
     # a source has one name in all phases, also if a later one has another part of its file
     everywhere = named([each for _, sources in listed for each in sources], past, replaced)
     streams = {(each.prefix, each.first, each.stop): each for each in everywhere}
@@ -554,13 +566,7 @@ def _build_split(
     """
     data = config.data
     seq_length = config.model.seq_length
-    available = []
-    for source in plan.blend:
-        indexed = opened(source.prefix)
-        bounds = plan.bounds(source, index, len(indexed))
-        tokens = indexed.tokens_between(*bounds)
-        if tokens:
-            available.append((source, indexed, bounds, tokens))
+    available = list(_with_tokens(plan, plan.blend, opened, index))
     if not available:
         return None
     if index == 0 and data.train_data_exact_num_epochs is not None:
