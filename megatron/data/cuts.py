@@ -39,7 +39,7 @@ from megatron.data.indexed_dataset import (
     group_by_bin,
     token_starts,
 )
-from megatron.data.packed_dataset import Packing, WholePacking, cut_pieces
+from megatron.data.packed_dataset import EpochPacking, Packing, cut_pieces
 from megatron.data.permutation import permute
 from megatron.errors import DataError
 from megatron.parallel.hashing import mix
@@ -526,20 +526,20 @@ class PackedCut(Cut):
         )
 
     @cached_property
-    def whole(self) -> WholePacking:
+    def epoch_packing(self) -> EpochPacking:
         """Return the bins of an epoch."""
-        return WholePacking(self._request, self.source.files)
+        return EpochPacking(self._request, self.source.files)
 
     @property
     def tokens_per_epoch(self) -> int:
-        return self.whole.predictions
+        return self.epoch_packing.predictions
 
     @property
     def samples_per_epoch(self) -> int:
-        return len(self.whole)
+        return len(self.epoch_packing)
 
     @cached_property
-    def _first(self) -> Packing:
+    def _rest_packing(self) -> Packing:
         """Return the bins of what was left of an epoch."""
         pieces = self.rest.pieces
         if (tail := self.rest.tail) is not None:
@@ -558,27 +558,33 @@ class PackedCut(Cut):
         return Packing(self._request, table[order], starts, lengths[order])
 
     @cached_property
-    def _first_predictions(self) -> int:
-        everything = self._first.of(np.arange(len(self._first)))
+    def _rest_predictions(self) -> int:
+        everything = self._rest_packing.of(np.arange(len(self._rest_packing)))
         return int((everything.lengths - 1).sum())
 
     def _group(self, number: int) -> tuple[int, Packing, int]:
-        """Return the first sample of an epoch or the rest of one, its bins, and its key."""
-        if number < len(self._first):
-            return 0, self._first, mix(self.key.seed, -1, self.following)
-        epoch = (number - len(self._first)) // len(self.whole)
-        first = len(self._first) + epoch * len(self.whole)
-        return first, self.whole, mix(self.key.seed, self.following + epoch)
+        """Return the first sample of an epoch or the rest of one, its bins, and the epoch."""
+        of_rest = len(self._rest_packing)
+        if number < of_rest:
+            return 0, self._rest_packing, self.following - 1
+        passed = (number - of_rest) // len(self.epoch_packing)
+        first = of_rest + passed * len(self.epoch_packing)
+        return first, self.epoch_packing, self.following + passed
+
+    def _shuffled(self, numbers: Int64Array, packing: Packing, epoch: int) -> Int64Array:
+        """Return the bins of these samples of an epoch or the rest of one, numbered from 0."""
+        of_rest = packing is self._rest_packing
+        words = (-1, self.following) if of_rest else (epoch,)
+        return permute(numbers, len(packing), mix(self.key.seed, *words))
 
     def _bins(self, numbers: Int64Array) -> list[tuple[Packing, Int64Array]]:
         """Return the bins of these samples, which ascend, in the packings that have them."""
         listed = []
         done = 0
         while done < len(numbers):
-            first, packing, key = self._group(int(numbers[done]))
+            first, packing, epoch = self._group(int(numbers[done]))
             stop = int(np.searchsorted(numbers, first + len(packing)))
-            some = permute(numbers[done:stop] - first, len(packing), key)
-            listed.append((packing, some))
+            listed.append((packing, self._shuffled(numbers[done:stop] - first, packing, epoch)))
             done = stop
         return listed
 
@@ -598,33 +604,27 @@ class PackedCut(Cut):
         return int(self.inputs(numbers).lengths.sum())
 
     def epochs(self, taken: int) -> float:
-        bins = len(self._first)
+        bins = len(self._rest_packing)
         if taken < bins:
-            unread = self._first_predictions * (bins - taken) / bins
+            unread = self._rest_predictions * (bins - taken) / bins
             return self.following - unread / self.tokens_per_epoch
-        return self.following + (taken - bins) / len(self.whole)
+        return self.following + (taken - bins) / len(self.epoch_packing)
 
     def left(self, taken: int) -> Rest:
-        first, packing, key = self._group(taken)
-        epoch = self.following
-        if packing is self.whole:
-            epoch += 1 + (first - len(self._first)) // len(self.whole)
-        if taken == first and packing is self.whole:
-            return Rest(epoch=epoch - 1)
-        bins = permute(np.arange(taken - first, len(packing)), len(packing), key)
+        first, packing, epoch = self._group(taken)
+        if taken == first and packing is self.epoch_packing:
+            return Rest(epoch=epoch)
+        bins = self._shuffled(np.arange(taken - first, len(packing)), packing, epoch)
         pieces = packing.of(bins)
         pieces = pieces._replace(lengths=pieces.lengths - 1).merged()
         count = len(pieces.lengths)
-        order = permute(np.arange(count), count, mix(self.key.seed, epoch, -1))
-        return Rest(pieces.at(order), epoch)
+        order = permute(np.arange(count), count, mix(self.key.seed, epoch + 1, -1))
+        return Rest(pieces.at(order), epoch + 1)
 
     def place(self, taken: int) -> Place:
-        first, packing, _ = self._group(taken)
-        epoch = self.following - 1
-        if packing is self.whole:
-            epoch += 1 + (first - len(self._first)) // len(self.whole)
+        first, packing, epoch = self._group(taken)
         return self._place(taken, epoch, range(first, first + len(packing)))
 
     def prepare(self, taken: int, stop: int) -> None:
-        if stop > len(self._first):
+        if stop > len(self._rest_packing):
             self._group(stop)

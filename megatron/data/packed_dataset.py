@@ -183,7 +183,7 @@ class Packing:
         return SequenceSlices(sequences, offsets, lengths) if fits else None
 
 
-class WholePacking(Packing):
+class EpochPacking(Packing):
     """The bins of all sequences in `request`, from the index files, or built.
 
     `predictions` counts those that an epoch trains on: a document of n tokens has n - 1. `waste` is
@@ -232,7 +232,7 @@ class PackedDataset(FileDataset):
 
     def _load(self) -> None:
         request = self._request
-        self._packing = WholePacking(request, self._files)
+        self._packing = EpochPacking(request, self._files)
         self.num_bins = len(self._packing)
         self.waste = self._packing.waste
         self.tokens_per_epoch = self._packing.predictions

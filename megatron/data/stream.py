@@ -81,7 +81,7 @@ class SourceStream(SlicedDataset):
         self._settings = list(settings)
         self._cuts = list[Cut]()
         self._lock = threading.Lock()
-        self._kept = lru_cache(_SAMPLES_KEPT)(self._checked)
+        self._cached_slices = lru_cache(_SAMPLES_KEPT)(self._checked)
         self.seq_length = settings[-1].seq_length
         self.description = f"stream of {source.name}"
 
@@ -100,7 +100,7 @@ class SourceStream(SlicedDataset):
     @property
     def waste(self) -> float | None:  # type: ignore[override]
         cut = self._cut(len(self._starts) - 1)
-        return cut.whole.waste if isinstance(cut, PackedCut) else None
+        return cut.epoch_packing.waste if isinstance(cut, PackedCut) else None
 
     def _cut(self, index: int) -> Cut:
         """Return cut number `index`, built from those before it if needed."""
@@ -113,7 +113,7 @@ class SourceStream(SlicedDataset):
                 self._cuts.append(self._settings[number].cut(self._source, rest))
             return self._cuts[index]
 
-    def _at(self, number: int) -> tuple[Cut, int]:
+    def _cut_of(self, number: int) -> tuple[Cut, int]:
         """Return the cut of a sample, and the sample's number in it."""
         index = bisect.bisect_right(self._starts, number) - 1
         return self._cut(index), number - self._starts[index]
@@ -126,13 +126,13 @@ class SourceStream(SlicedDataset):
         ]
 
     def _length(self, index: int) -> int:
-        return self._at(index)[0].seq_length
+        return self._cut_of(index)[0].seq_length
 
     def _slices(self, index: int) -> SequenceSlices:
-        return self._kept(index)
+        return self._cached_slices(index)
 
     def _checked(self, index: int) -> SequenceSlices:
-        cut, number = self._at(index)
+        cut, number = self._cut_of(index)
         slices = cut.slices(number)
         tokens = int(slices.lengths.sum())
         packed = isinstance(cut, PackedCut)
@@ -145,13 +145,13 @@ class SourceStream(SlicedDataset):
 
     def segments(self, index: int, /) -> Int64Array | None:
         """Return the length of each piece of a packed sample."""
-        packed = isinstance(self._at(index)[0], PackedCut)
+        packed = isinstance(self._cut_of(index)[0], PackedCut)
         return self._slices(index).lengths if packed else None
 
     def loss_tokens(self, index: int, /) -> Int64Array | None:
         """Return which tokens the loss mask marks, without labels that do not follow their input."""
         marks = super().loss_tokens(index)
-        cut, number = self._at(index)
+        cut, number = self._cut_of(index)
         excluded = cut.excluded(number)
         if excluded is not None and len(excluded):
             if marks is None:
@@ -187,7 +187,7 @@ class SourceStream(SlicedDataset):
 
     def place(self, number: int) -> Place:
         """Return where the reading stands after `number` samples."""
-        cut, taken = self._at(number)
+        cut, taken = self._cut_of(number)
         return cut.place(taken)
 
 
@@ -230,12 +230,12 @@ class StreamDataset(SourcesDataset):
         prepare: bool = True,
     ) -> None:
         self.phases = phases
-        self._first = start
+        self._start = start
         self._ends = ends
         self._size = size
         self._schedule = schedule
         self._opening = opening
-        self._kept = lru_cache(_SAMPLES_KEPT)(self._find)
+        self._cached_find = lru_cache(_SAMPLES_KEPT)(self._find)
         self._starts = [phase.start for phase in phases]
         self._orders = [phase.interleaving() for phase in phases]
         # for each phase, the number of samples that each of its streams gives before it
@@ -262,7 +262,7 @@ class StreamDataset(SourcesDataset):
             dict.fromkeys(
                 source.stream
                 for phase, stop in zip(phases, [*self._starts[1:], None], strict=True)
-                if stop is None or stop > self._first
+                if stop is None or stop > self._start
                 for source in phase.sources
             )
         )
@@ -286,7 +286,7 @@ class StreamDataset(SourcesDataset):
 
     def _prepare(self, stream: tuple[str, int]) -> None:
         first, stop = (
-            self.taken(position)[stream] for position in (self._first, max(self._first, len(self)))
+            self.taken(position)[stream] for position in (self._start, max(self._start, len(self)))
         )
         self.stream(stream).prepare(first, stop)
 
@@ -339,12 +339,12 @@ class StreamDataset(SourcesDataset):
 
     @property
     def first(self) -> int:
-        return self._first
+        return self._start
 
     @property
     def readable_from(self) -> int:
         now = self.phases[-1]
-        start = self._first
+        start = self._start
         for phase in reversed(self.phases):
             streams = {source.stream for source in phase.sources}
             alike = (phase.seq_length, phase.packing) == (now.seq_length, now.packing)
@@ -358,7 +358,7 @@ class StreamDataset(SourcesDataset):
         return self._size if self._ends else ENDLESS
 
     def find(self, index: int, /) -> tuple[SourceStream, int]:
-        return self._kept(index)
+        return self._cached_find(index)
 
     def _find(self, index: int) -> tuple[SourceStream, int]:
         number = bisect.bisect_right(self._starts, index) - 1
