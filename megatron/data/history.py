@@ -289,65 +289,73 @@ def changes(past: Sequence[DataPhase], now: DataPhase) -> list[Change]:
         return []
     before = past[-1]
     latest = {source.name: source for phase in past for source in phase.sources}
-    found = list[Change]()
+    listed = list[Change]()
     if now.seed != before.seed:
         text = "epochs that begin from now on are shuffled with the new seed; nothing is repeated or left out"
-        found.append(Change(f"seed {now.seed} (was {before.seed}): {text}", "seed"))
-    for source in now.sources:
-        former = latest.get(source.name)
-        if former is None or source.generation != former.generation:
-            continue
-        if (source.first, source.stop) != (former.first, former.stop):
-            fewer = former.stop - former.first - _common(source, former)
-            more = source.stop - source.first - _common(source, former)
-            found.append(
-                Change(
-                    f"{source.name}: the training data are sequences {source.first} to {source.stop - 1} "
-                    f"(were {former.first} to {former.stop - 1}): {more} others are read from its next "
-                    f"epoch on, and {fewer} no longer; if these are validation or test data now, the "
-                    "model may have been trained on them",
-                    "split",
-                )
-            )
-    for source in now.sources:
-        if source.name in latest and source.generation != latest[source.name].generation:
-            text = (
-                "it begins at its beginning; what was read of the former files stays in its epochs"
-            )
-            found.append(Change(f"{source.prefix} has other content than before: {text}", "files"))
-    same = {source.name for source in before.sources} & {source.name for source in now.sources}
-    for source in now.sources:
-        if source.name not in latest:
-            found.append(Change(f"{source.name} is added: it begins at its beginning"))
-        elif source.name not in same:
-            found.append(Change(f"{source.name} is added again: it continues where it stopped"))
-    for source in before.sources:
-        if source.name not in same:
-            found.append(Change(f"{source.name} is no longer read"))
-    weights = [
-        {source.name: f"{source.weight:.6g}" for source in phase.sources if source.name in same}
-        for phase in (before, now)
-    ]
-    shown = [
-        f"{name} {weights[1][name]} (was {old})"
-        for name, old in weights[0].items()
-        if weights[1][name] != old
-    ]
-    if shown:
-        rest = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-        found.append(Change(f"weights: {', '.join(shown[:_SHOWN])}{rest}"))
+        listed.append(Change(f"seed {now.seed} (was {before.seed}): {text}", "seed"))
+    listed += _changes_of_content(latest, now)
+    listed += map(Change, _changes_of_blend(before, latest, now))
     if (before.seq_length, before.packing) != (now.seq_length, now.packing):
         settings = [f"{p.seq_length} tokens, packed by {p.packing}" for p in (now, before)]
         text = "each source continues where it stopped, in samples of"
-        found.append(Change(f"{text} {settings[0]} (were {settings[1]})"))
-    return found
+        listed.append(Change(f"{text} {settings[0]} (were {settings[1]})"))
+    return listed
 
 
-def shown(found: Sequence[Change]) -> list[str]:
+def _changes_of_content(latest: Mapping[str, PhaseSource], now: DataPhase) -> Iterator[Change]:
+    """Yield which sources have other sequences than before, and which have other files."""
+    for source in now.sources:
+        former = latest.get(source.name)
+        if former is None:
+            continue
+        if source.generation != former.generation:
+            text = (
+                "it begins at its beginning; what was read of the former files stays in its epochs"
+            )
+            yield Change(f"{source.prefix} has other content than before: {text}", "files")
+        elif (source.first, source.stop) != (former.first, former.stop):
+            fewer = former.stop - former.first - _common(source, former)
+            more = source.stop - source.first - _common(source, former)
+            yield Change(
+                f"{source.name}: the training data are sequences {source.first} to {source.stop - 1} "
+                f"(were {former.first} to {former.stop - 1}): {more} others are read from its next "
+                f"epoch on, and {fewer} no longer; if these are validation or test data now, the "
+                "model may have been trained on them",
+                "split",
+            )
+
+
+def _changes_of_blend(
+    before: DataPhase, latest: Mapping[str, PhaseSource], now: DataPhase
+) -> Iterator[str]:
+    """Yield which sources come, which go, and which have other weights."""
+    old, new = (
+        {source.name: f"{source.weight:.6g}" for source in phase.sources} for phase in (before, now)
+    )
+    for name in (name for name in new if name not in old):
+        again = name in latest
+        text = (
+            "added again: it continues where it stopped"
+            if again
+            else "added: it begins at its beginning"
+        )
+        yield f"{name} is {text}"
+    for name in (name for name in old if name not in new):
+        yield f"{name} is no longer read"
+    weights = [f"{n} {new[n]} (was {old[n]})" for n in old if new.get(n, old[n]) != old[n]]
+    if weights:
+        yield f"weights: {', '.join(_first_few(weights, 'more'))}"
+
+
+def shown(listed: Sequence[Change]) -> list[str]:
     """Return the texts of changes, of many only the first ones."""
-    texts = [change.text for change in found[:_SHOWN]]
-    rest = len(found) - len(texts)
-    return [*texts, f"and {rest} more changes"] if rest else texts
+    return _first_few([change.text for change in listed], "more changes")
+
+
+def _first_few(texts: list[str], rest: str) -> list[str]:
+    """Return the first ones of many texts, and how many more there are."""
+    more = len(texts) - _SHOWN
+    return [*texts[:_SHOWN], f"and {more} {rest}"] if more > 0 else texts
 
 
 def _common(one: PhaseSource, other: PhaseSource) -> int:
