@@ -64,14 +64,13 @@ def read_config(flags: Sequence[str]) -> Config:
 
 def build(config: Config, workers: int) -> None:
     """Build the indices that the run reads, from its start or from the checkpoint of --load."""
-    from megatron.checkpoint.find import find, required
     from megatron.data import index_cache
     from megatron.data.datasets import Datasets, Reading, build_datasets
     from megatron.training.report.reporter import Reporter
     from megatron.training.run.resume import (
         continued_data,
         stored_progress,
-        stored_settings,
+        stored_to_load,
         with_checkpoint_settings,
         with_data_order,
     )
@@ -83,12 +82,8 @@ def build(config: Config, workers: int) -> None:
     from megatron.training.run.setup import extended
 
     say = partial(print, flush=True)
-    load = config.checkpoint.load
-    choice = find(load, config.checkpoint.load_tag) if load else None
-    stored = None
-    if load and choice is not None and (choice.folder is not None or choice.rejected):
-        stored = stored_settings(required(load, choice), config)
-        config = with_checkpoint_settings(config, stored, Reporter(config, rank=1))
+    stored = stored_to_load(config)
+    config = with_checkpoint_settings(config, stored, Reporter(config, rank=1))
     progress = stored_progress(stored, config)
     config = with_data_order(config, stored, progress)
     continued = continued_data(config, stored, progress)

@@ -495,14 +495,8 @@ def check_data(job: CheckedJob, config: Config) -> None:
 
     Raises the errors of `forecast.check_data`, and CheckpointError.
     """
-    from megatron.checkpoint.find import find, required
     from megatron.data import datasets, forecast
-    from megatron.training.run.resume import (
-        continued_data,
-        stored_progress,
-        stored_settings,
-        with_data_order,
-    )
+    from megatron.training.run.resume import planned_data
 
     if not (prefixes := datasets.data_prefixes(config)):
         return
@@ -513,16 +507,10 @@ def check_data(job: CheckedJob, config: Config) -> None:
     if local := [prefix for prefix in prefixes if job.is_local(prefix)]:
         job.unchecked.append(f"data {', '.join(local)}, on node-local disks")
         return
-    settings = config.checkpoint
-    stored = None
-    if settings.load and (choice := find(settings.load, settings.load_tag)).folder:
-        stored = stored_settings(required(settings.load, choice), config)
-    progress = stored_progress(stored, config)
-    config = with_data_order(config, stored, progress)
+    config, continued = planned_data(config)
     samples = planned_samples(config, BatchSchedule.from_config(config))[0]
     if not job.vocabulary_known:  # so that no id counts as out of range
         config = config.replace(vocab_size=MOST)
-    continued = continued_data(config, stored, progress)
     foreseen, notices = forecast.check_data(config, job.tokenizer, samples, continued=continued)
     for notice in notices:
         job.note("data", notice)

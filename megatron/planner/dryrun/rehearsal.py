@@ -21,7 +21,7 @@ from megatron.config.settings import cluster_of_environment
 from megatron.config.validate import DATA
 from megatron.data.forecast import check_data
 from megatron.data.tokenizer import Tokenizer, with_vocabulary
-from megatron.errors import DataError, MegatronError
+from megatron.errors import CheckpointError, DataError, MegatronError
 from megatron.model.gpt import hidden_state, model_sizes
 from megatron.pipeline.orders import ORDERS, SENDS_IN_FLIGHT, group_sizes
 from megatron.pipeline.schedule import build_schedule
@@ -47,6 +47,7 @@ from megatron.planner.stage import stages_on
 from megatron.planner.table import Table
 from megatron.planner.timing import dispatch_choice, estimate
 from megatron.planner.trace import sized
+from megatron.training.run.resume import planned_data
 from megatron.training.run.schedules import BatchSchedule, Schedules, planned_samples, run_costs
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -393,14 +394,23 @@ def _time_and_cost(config: Config, cluster: Cluster | None) -> Iterator[str]:
 
 
 def _epochs(config: Config, tokenizer: Tokenizer | None, knows_vocabulary: bool) -> Iterator[str]:
-    """Describe how often a run of known length reads its data. Raises ConfigError (--max-epochs)."""
+    """Describe how often a run of known length reads its data.
+
+    Raises ConfigError for too many epochs (--max-epochs), and for changes of a resumed run's data
+    that are not allowed (--allow-data-changes).
+    """
     if not (_LENGTHS & config.explicit.keys() and {*DATA} & config.explicit.keys()):
+        return
+    try:
+        config, continued = planned_data(config)
+    except CheckpointError as problem:
+        yield f"the epochs of the data are not known: {problem}"
         return
     samples = planned_samples(config, BatchSchedule.from_config(config))[0]
     if not knows_vocabulary:  # so that no id counts as out of range
         config = config.replace(vocab_size=MOST)
     try:
-        foreseen, notices = check_data(config, tokenizer, samples)
+        foreseen, notices = check_data(config, tokenizer, samples, continued=continued)
     except DataError as problem:
         yield f"the epochs of the data are not known: {problem}"
         return

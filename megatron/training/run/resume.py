@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.files import CONFIG, PROVENANCE, STATE, read_manifest
+from megatron.checkpoint.find import find, required
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
 from megatron.config.io import BlendSource
@@ -107,6 +108,18 @@ def stored_settings(folder: Path, config: Config) -> Stored:
     return Stored(folder, values, replace(config, **sections), provenance)
 
 
+def stored_to_load(config: Config) -> Stored | None:
+    """Return the settings in the checkpoint that --load selects; None if its folder has none.
+
+    Raises CheckpointError if all are damaged, and the errors of `stored_settings`.
+    """
+    load = config.checkpoint.load
+    choice = find(load, config.checkpoint.load_tag) if load else None
+    if load is None or choice is None or not (choice.folder or choice.rejected):
+        return None
+    return stored_settings(required(load, choice), config)
+
+
 def stored_progress(stored: Stored | None, config: Config) -> Progress:
     """Return the progress from which a run continues; that of a new run if it takes only weights.
 
@@ -166,6 +179,17 @@ def continued_data(config: Config, stored: Stored | None, progress: Progress) ->
     }
     positions = {split: progress.position(split) for split in progress.history}
     return ContinuedData(past, positions, frozenset(files.changed), files.unread)
+
+
+def planned_data(config: Config) -> tuple[Config, ContinuedData]:
+    """Return where the data of a run that is only planned continue, and `config` with their order.
+
+    Raises the errors of the functions above.
+    """
+    stored = stored_to_load(config)
+    progress = stored_progress(stored, config)
+    config = with_data_order(config, stored, progress)
+    return config, continued_data(config, stored, progress)
 
 
 def accepted(
