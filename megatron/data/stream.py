@@ -182,7 +182,7 @@ class SourceStream(SlicedDataset):
         """Return how often samples first .. stop - 1 read the source."""
         if first >= stop:
             return 0.0
-        cut, start = self._at(first)
+        cut, start = self._cut_of(first)
         return cut.epochs(start + stop - first) - cut.epochs(start)
 
     def place(self, number: int) -> Place:
