@@ -67,7 +67,7 @@ def record(
 
         for module, split in ((setup, "train"), (bad_steps, "train"), (evaluation, "valid")):
             module.open_stream = wrapped(split, module.open_stream)  # type: ignore[attr-defined]
-        find = step.find_spike
+        find = bad_steps.find_spike
         spikes = [spike]
 
         def found(run: Any, record: Any, loss: float | None) -> Any:
@@ -79,7 +79,7 @@ def record(
                 record.iteration, 9.0, 1.0, stop - record.global_batch_size, stop
             )
 
-        step.find_spike = found
+        step.find_spike = found  # type: ignore[attr-defined,assignment]
         if kill:
             strike(*kill)
         run(rank, fields)
