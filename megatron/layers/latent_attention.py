@@ -38,7 +38,11 @@ class LatentAttention(SoftmaxAttention):
     The arguments are those of SelfAttention. Rows of the projections from latents are ordered
     [head][part without positions, rotated part] for queries and [head][key, value] for the others,
     the entries of the other latent [latent, rotated key].
+
+    caches_latents  False: cache keys and values of all heads, which takes more memory
     """
+
+    caches_latents = True
 
     def __init__(
         self,
@@ -103,7 +107,7 @@ class LatentAttention(SoftmaxAttention):
         if self.rotary is not None:
             angles = self.rotary.angles(s, call.position_ids, x.device)
             turned, shared = (self.rotary.rotate(x, angles) for x in (turned, shared))
-        cache = call.cache
+        cache = call.cache if self.caches_latents else None
         stored = None
         if cache is not None:
             both = torch.cat((latent.unsqueeze(2), shared), dim=3)
