@@ -94,9 +94,15 @@ def build(config: Config, workers: int) -> None:
     )
     say(f"global batch {batches.global_batch_size_at_end}, samples: {listed}")
 
+    messages = list[str]()
+
+    def report(message: str) -> None:
+        messages.append(message)
+        say(message)
+
     def prepare(train: int, valid: int, test: int) -> Datasets:
         reading = Reading(verify=True, workers=workers)
-        with index_cache.forwarded_messages(say):
+        with index_cache.forwarded_messages(report):
             return build_datasets(config, train, valid, test, reading=reading, continued=continued)
 
     datasets = prepare(*planned)
@@ -104,6 +110,8 @@ def build(config: Config, workers: int) -> None:
     left = max(0, end - progress.iteration)
     needed = batches.samples_after(left, progress.consumed_samples)
     extended(config, datasets, prepare, planned, needed)
+    if not messages and config.data.data_order == "stream":
+        say("this data needs no index: streams of fewer than 2^20 documents are not indexed")
     # ru_maxrss is in KiB on Linux
     say(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
 

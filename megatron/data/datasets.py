@@ -38,6 +38,7 @@ from megatron.data.history import (
     changes_from,
     continued_phases,
     named,
+    shown,
 )
 from megatron.data.indexed_dataset import IndexedDataset, build_blend_index, data_files
 from megatron.data.packed_dataset import PackedDataset
@@ -76,6 +77,7 @@ class ContinuedData:
     past       {split: phases that have begun}
     positions  {split: position of the next sample}
     replaced   prefixes of files that have other content than before
+    epochs     {name of a source of training data: epochs read so far}
     unread     records of the files that earlier jobs read and this one does not
     """
 
@@ -83,6 +85,7 @@ class ContinuedData:
     positions: Mapping[str, int] = field(default_factory=dict)
     replaced: frozenset[str] = frozenset()
     unread: tuple[Mapping[str, object], ...] = ()
+    epochs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -500,10 +503,11 @@ def refuse_changes(data: DataConfig, past: DataPhases, phases: DataPhases, posit
     ]
     if refused:
         needed = " ".join(dict.fromkeys(change.needs for change in refused))
+        texts = shown(refused)
+        listed = f" {texts[0]}. " if len(texts) == 1 else "\n  ".join(["", *texts]) + "\n"
         raise ConfigError(
-            "the data differ from those of the checkpoint's run: "
-            f"{'; '.join(change.text for change in refused)}. Undo the change, or accept what "
-            f"follows from it with --allow-data-changes {needed}"
+            f"the data differ from those of the checkpoint's run:{listed}Undo the change, or accept "
+            f"what follows from it with --allow-data-changes {needed}"
         )
 
 

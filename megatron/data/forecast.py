@@ -7,7 +7,7 @@ import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -65,10 +65,12 @@ class Forecast:
 
     starts   number of tokens of the run from which on each of the blends holds
     sources  the source of most epochs first
+    former   {name: epochs that were read} of sources that the run does not read any more
     """
 
     starts: tuple[int, ...] = ()
     sources: tuple[SourceForecast, ...] = ()
+    former: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
@@ -85,13 +87,20 @@ class Forecast:
 
     @property
     def table(self) -> list[str]:
-        """Return a heading, and a line for each source; nothing for a single one in a single blend."""
+        """Return a heading, a line for each source, and one for the former sources.
+
+        A single source in a single blend has none.
+        """
+        former = [f"{epochs:,.3g} of {name}" for name, epochs in self.former.items()]
+        if unlisted := former[_MOST_LISTED:]:
+            former[_MOST_LISTED:] = [f"{len(unlisted)} more"]
+        last = [f"epochs of sources that are no longer read: {', '.join(former)}"] * bool(former)
         if len(self.sources) * len(self.starts) <= 1:
-            return []
+            return last
         resumed = any(source.before for source in self.sources)
         starts = self.starts[:_MOST_LISTED]
         phases = ["weight"] if len(starts) == 1 else [f"from {_short(start)}" for start in starts]
-        rows = [["epochs", *["so far"] * resumed, "tokens", *phases, "data set"]]
+        rows = [["epochs", *["so far"] * resumed, "tokens/epoch", *phases, "data set"]]
         for source in self.sources[:_MOST_LISTED]:
             weights = [f"{weight:.3g}" if weight else "-" for weight in source.weights]
             before = [f"{source.before:,.3g}"] * resumed
@@ -110,7 +119,7 @@ class Forecast:
             lines.append(f"{len(rest)} more: at most {rest[0].epochs:,.3g} epochs of each")
         if more := len(self.starts) - len(starts):
             lines.append(f"{more} more blend(s), from {_short(self.starts[len(starts)])} tokens on")
-        return lines
+        return [*lines, *last]
 
     @property
     def warning(self) -> str:
@@ -180,6 +189,9 @@ def check_data(
         if late >= last
     ]
     forecast = reads.forecast(end)
+    listed = {source.name for source in forecast.sources}
+    former = {name: n for name, n in continued.epochs.items() if n and name not in listed}
+    forecast = replace(forecast, former=former)
     if (limit := config.data.max_epochs) is not None:
         reads.check(forecast, end, limit)
     return forecast, notices

@@ -314,15 +314,18 @@ def _changes_of_content(latest: Mapping[str, PhaseSource], now: DataPhase) -> It
             )
             yield Change(f"{source.prefix} has other content than before: {text}", "files")
         elif (source.first, source.stop) != (former.first, former.stop):
-            fewer = former.stop - former.first - _common(source, former)
-            more = source.stop - source.first - _common(source, former)
-            yield Change(
-                f"{source.name}: the training data are sequences {source.first} to {source.stop - 1} "
-                f"(were {former.first} to {former.stop - 1}): {more} others are read from its next "
-                f"epoch on, and {fewer} no longer; if these are validation or test data now, the "
-                "model may have been trained on them",
-                "split",
+            text = (
+                f"{source.name}: trains on sequences {source.first:,} to {source.stop - 1:,} "
+                f"(were {former.first:,} to {former.stop - 1:,})"
             )
+            if more := source.stop - source.first - _common(source, former):
+                text += f"; {more:,} join with its next epoch"
+            if fewer := former.stop - former.first - _common(source, former):
+                text += (
+                    f"; {fewer:,} are not read any more, but the model may have been trained on them, "
+                    "so do not validate or test on them"
+                )
+            yield Change(text, "split")
 
 
 def _changes_of_blend(

@@ -8,6 +8,7 @@ from megatron.data.forecast import check_data
 from megatron.data.history import DataPhase, PhaseSource
 from megatron.errors import ConfigError
 from megatron.jobs import check_job
+from megatron.planner.dryrun.rehearsal import dry_run
 from tests.helpers.indexed import write_documents
 from tests.helpers.launching import TINY, launch
 
@@ -109,6 +110,16 @@ def test_notices_of_documents_that_are_read_twice(files):
     assert len(check(10, data_path=(code,), blend_schedule="0: code, 80: code")[1]) == plain + 1
 
 
+def test_sources_that_are_no_longer_read(files):
+    """The table ends with the epochs of sources of which the checkpoint's run read, also after one."""
+    web, code, math = files
+    read = {web: 0.25, code: 1.5, math: 0.0}
+    forecast, _ = check(10, ContinuedData(epochs=read), data_path=(web,))
+    assert forecast.former == {code: 1.5}
+    (line,) = forecast.table
+    assert f"1.5 of {code}" in line
+
+
 def test_of_many_sources_the_most_read_are_listed(tmp_path):
     files = [write_documents(tmp_path / f"{i}", [[1] * 10] * (i + 1)) for i in range(30)]
     blend = tuple(word for prefix in files for word in ("1", prefix))
@@ -118,7 +129,7 @@ def test_of_many_sources_the_most_read_are_listed(tmp_path):
 
 
 @pytest.mark.slow
-def test_preflight_foresees_the_epochs_of_a_resumed_run(files, tmp_path):
+def test_preflight_and_dry_run_foresee_the_epochs_of_a_resumed_run(files, tmp_path):
     """After 32 samples of 32 tokens of code, half of the next 32 are of code."""
     web, code, _ = files
     folder = str(tmp_path / "run")
@@ -139,3 +150,7 @@ def test_preflight_foresees_the_epochs_of_a_resumed_run(files, tmp_path):
     assert [float(word) for word in row[:2]] == [1.54, 1.02]
     assert "--max-epochs 1.5" in check("--max-epochs", "1.5")[1][0]
     assert "--allow-data-changes seed" in check("--seed", "5")[1][0]
+    (dry,) = launch(1, [*longer, "--dry-run", "--world-size", "1"])
+    assert dry is not None and row[0] in dry.output and row[1] in dry.output, dry
+    with pytest.raises(ConfigError, match="--allow-data-changes seed"):
+        dry_run([*longer, "--dry-run", "--seed", "5"])

@@ -206,9 +206,12 @@ class RunData:
             dataset = self._streams(past)
             counts_by_name = dict(self._counted(split, dataset))
             rows = list[dict[str, Any]]()
+            latest = {source.name: source.generation for p in past for source in p.sources}
             # what was read of a source is shown with the last generation of its files
             for stream, number in reversed(dataset.taken(self.progress.position(split)).items()):
-                row = {"data": split, "source": stream[0], **counts_by_name.pop(stream[0], {})}
+                name, generation = stream
+                shown = name if generation == latest[name] else _outdated(name)
+                row = {"data": split, "source": shown, **counts_by_name.pop(name, {})}
                 try:
                     source = dataset.stream(stream)
                     (first, *_) = source.pieces(number)

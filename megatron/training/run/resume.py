@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import sys
@@ -32,8 +33,8 @@ from megatron.data.datasets import (
     plan_splits,
 )
 from megatron.data.gpt_dataset import MOCK, TokenDataset
-from megatron.data.history import short_names
-from megatron.data.ledger import is_consumed
+from megatron.data.history import DataPhases, PhaseSource, short_names
+from megatron.data.ledger import Records, is_consumed
 from megatron.data.order import sample_order
 from megatron.data.reorder import Ordered, reordered
 from megatron.data.stream import StreamDataset
@@ -178,7 +179,9 @@ def continued_data(config: Config, stored: Stored | None, progress: Progress) ->
         for split in progress.history
     }
     positions = {split: progress.position(split) for split in progress.history}
-    return ContinuedData(past, positions, frozenset(files.changed), files.unread)
+    records: Records = progress.sources
+    epochs = {name: record["epochs"] for name, record in records.items()}
+    return ContinuedData(past, positions, frozenset(files.changed), files.unread, epochs)
 
 
 def planned_data(config: Config) -> tuple[Config, ContinuedData]:
@@ -256,6 +259,7 @@ def describe_resume(
     stored: Stored,
     config: Config,
     dataset: TokenDataset | None,
+    valid: TokenDataset | None,
     train_samples: int,
     progress: Progress,
     end: int,
@@ -265,7 +269,8 @@ def describe_resume(
     """Report how the rest of the run differs from the checkpoint's run.
 
     The rest goes from `progress` to iteration `end`; `dataset` was made for `train_samples`
-    samples. If it is None, the order of the data is not compared. Raises CheckpointError.
+    samples. If it is None, the order of the data is not compared; `valid` is the validation data.
+    Raises CheckpointError.
     """
     batches = BatchSchedule.from_config(config)
     say = reporter.console.say_wrapped
@@ -276,6 +281,14 @@ def describe_resume(
         last = batches.samples_after(left, progress.consumed_samples)
         with reporter.console.doing("comparing the order of the data"):
             describe_data(stored, config, dataset, train_samples, progress, last, say)
+    if isinstance(valid, StreamDataset):
+        position = progress.position("valid")
+        changes = history.changes_from(valid.begun(position), valid.phases, position)
+        if any(change.needs != "seed" for change in changes):
+            say(
+                "note: data: the validation data change as well, so that validation losses cannot be "
+                "compared with earlier ones"
+            )
 
 
 def describe_changes(
@@ -431,6 +444,11 @@ def describe_data(
     if isinstance(dataset, StreamDataset):
         position = progress.position()
         past = dataset.begun(position)
+        for old, source in _moved(progress.past(), past).items():
+            say(
+                f"note: data: {source.prefix} has the content of {old}, so it continues this source, "
+                f"which keeps the name {source.name}"
+            )
         for text in history.shown(history.changes_from(past, dataset.phases, position)):
             say(f"note: data: {text}")
         return
@@ -475,6 +493,19 @@ def describe_data(
             f"{' '.join(sorted(refused))}"
         )
     say(f"WARNING: {text}")
+
+
+def _moved(recorded: DataPhases, past: DataPhases) -> dict[str, PhaseSource]:
+    """Return {prefix in a checkpoint: source} of past sources that have another prefix now."""
+    pairs = (
+        zip(one.sources, other.sources, strict=True)
+        for one, other in zip(recorded, past, strict=True)
+    )
+    return {
+        before.prefix: now
+        for before, now in itertools.chain.from_iterable(pairs)
+        if before.prefix != now.prefix
+    }
 
 
 class FormerFiles:

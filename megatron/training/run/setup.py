@@ -276,7 +276,7 @@ def assemble(
     datasets = extended(config, datasets, build, samples, train_samples)
     train = None if config.training.skip_train else datasets.train
     if stored is not None and not config.checkpoint.finetune:
-        to_come = (train, train_samples, progress, end, topology.device, reporter)
+        to_come = (train, datasets.valid, train_samples, progress, end, topology.device, reporter)
         decided_by_first(topology, partial(describe_resume, stored, config, *to_come))
     if stored is not None and train is not None and not before.consumed_samples:
         say = reporter.console.say_wrapped
