@@ -256,8 +256,8 @@ class DataConfig:
         "Blends of the training data by tokens of the run: phases TOKENS: WEIGHT NAME WEIGHT NAME "
         "..., separated by commas or line ends, such as '0: 0.7 web 0.3 code, 900B: 0.5 code 0.5 "
         "math'. NAME is a prefix, or that of a source of --data-path, --train-data-path or "
-        "--data-file-list without its folder and _text_document. Their weights hold before the first "
-        "phase; without them the schedule gives the data.",
+        "--data-file-list without its folder and _text_document. Before the first phase the weights of "
+        "these flags hold; if it begins at 0, they can be left out.",
         metavar="PHASES",
         syntax=parse_blend_schedule,
     )
@@ -273,8 +273,8 @@ class DataConfig:
     )
     allow_data_changes: tuple[str, ...] = option(
         (),
-        "What a resumed run may change although its order of documents depends on it: the seed, the "
-        "split, or the files of a source. What follows from a change is printed.",
+        "Changes of the data that a resumed run accepts: another seed, another split, or other files "
+        "of a source. Without this flag such a change is an error that says what follows from it.",
         choices="seed split files",
         one_start=True,
     )

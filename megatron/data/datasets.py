@@ -354,7 +354,16 @@ def open_data(prefix: str, data: DataConfig, location: str | None = None) -> Ind
     `location` is the prefix of a copy to read. Raises DataError for files that are missing or
     damaged, and for a mask without --loss-mask.
     """
-    dataset = IndexedDataset(prefix, mmap=data.mmap_bin_files, location=location)
+    try:
+        dataset = IndexedDataset(prefix, mmap=data.mmap_bin_files, location=location)
+    except DataError as error:
+        phases = parse_blend_schedule(data.blend_schedule) if data.blend_schedule else ()
+        if os.path.dirname(prefix) or all(prefix != s.prefix for _, blend in phases for s in blend):
+            raise
+        raise DataError(
+            f"{error}. Or is {prefix!r} in --blend-schedule a misspelt name of a source that another "
+            "flag gives?"
+        ) from None
     _, _, *mask = data_files(dataset.location)
     if data.loss_mask is None and mask:
         raise DataError(

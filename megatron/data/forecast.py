@@ -184,7 +184,8 @@ def check_data(
     last = tokens_before(reads.phases, end)
     notices += _overlaps(plan, scheduled, opened)
     notices += [
-        f"--blend-schedule: the run ends after {last:,} tokens, before the blend from {late:,} on"
+        f"--blend-schedule: the phase that begins at {late:,} tokens is not reached: the run ends "
+        f"after {last:,}"
         for late in (each.tokens for each in scheduled)
         if late >= last
     ]
@@ -270,7 +271,7 @@ class _Reads:
         (stream,) = [each for each in self.tokens if each[0] == worst.name]
         text = f"--max-epochs {limit:g}: the run reads {worst.epochs:,.3g} epochs of {worst.name}"
         if len(over) > 1:
-            text += f", and too many of {len(over) - 1} other source(s)"
+            text += f" and more than {limit:g} of {len(over) - 1} other source(s)"
         if worst.before >= limit:
             raise ConfigError(
                 f"{text}, {worst.before:,.3g} of them so far: give it no weight from now on, or raise "
@@ -281,7 +282,7 @@ class _Reads:
             bisect_right(positions, limit, key=lambda p: self.epochs(p)[stream]) - 1
         ]
         tokens = tokens_before(self.phases, longest)
-        remedies = [f"shorten it to {longest:,} samples ({tokens:,} tokens)"]
+        remedies = [f"shorten the run to {longest:,} samples ({tokens:,} tokens)"]
         room = sum(
             max(0.0, limit - s.before) * s.tokens for s in forecast.sources if any(s.weights)
         )
@@ -291,9 +292,13 @@ class _Reads:
         ):
             share = (limit - worst.before) / (worst.epochs - worst.before)
             if len(worst.weights) == 1:
-                remedies.append(f"lower its weight to {_floor(share * worst.weights[0]):g}")
+                remedies.append(
+                    f"lower the weight of this source to {_floor(share * worst.weights[0]):g}"
+                )
             else:
-                remedies.append(f"lower its weights to {_floor(100 * share):g} % of what they are")
+                remedies.append(
+                    f"lower the weights of this source to {_floor(100 * share):g} % of what they are"
+                )
         raise ConfigError(f"{text}: {', '.join(remedies)}, or raise --max-epochs")
 
 
