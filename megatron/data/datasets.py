@@ -78,6 +78,7 @@ class ContinuedData:
     positions  {split: position of the next sample}
     replaced   prefixes of files that have other content than before
     epochs     {name of a source of training data: epochs read so far}
+    end        position in the training data at which the run ends
     unread     records of the files that earlier jobs read and this one does not
     """
 
@@ -86,6 +87,7 @@ class ContinuedData:
     replaced: frozenset[str] = frozenset()
     unread: tuple[Mapping[str, object], ...] = ()
     epochs: Mapping[str, float] = field(default_factory=dict)
+    end: int | None = None
 
 
 @dataclass(frozen=True)

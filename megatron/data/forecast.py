@@ -152,8 +152,8 @@ def check_data(
 ) -> tuple[Forecast, list[str]]:
     """Compare all data with the run's tokenizer; return the epochs of training data, and notices.
 
-    The run ends after `samples` samples; `continued` says where a resumed run continues. With
-    --data-packing best-fit, epochs are usually too large, because padding is not taken into
+    A new run ends after `samples` samples; `continued` says where a resumed one continues and ends.
+    With --data-packing best-fit, epochs are usually too large, because padding is not taken into
     account. Raises the errors of `check_tokenizer`, `open_data`, `plan_splits` and `refuse_changes`,
     and ConfigError for more epochs than --max-epochs.
     """
@@ -178,7 +178,7 @@ def check_data(
     scheduled = scheduled_phases(config, plan, opened.__getitem__, 0, past, continued.replaced)
     if not scheduled:
         return Forecast(), notices
-    end = max(samples, position)
+    end = max(samples if continued.end is None else continued.end, position)
     reads = _Reads.of(scheduled, opened, past, position)
     refuse_changes(config.data, past, reads.phases, position)
     last = tokens_before(reads.phases, end)

@@ -148,6 +148,8 @@ def test_preflight_and_dry_run_foresee_the_epochs_of_a_resumed_run(files, tmp_pa
     shown, _ = check()
     row = next(line.split() for line in shown.splitlines()[2:] if line.endswith(code))
     assert [float(word) for word in row[:2]] == [1.54, 1.02]
+    smaller, _ = check("--global-batch-size", "4")  # half of 16 samples follow
+    assert "1.28" in smaller and "1.54" not in smaller
     assert "--max-epochs 1.5" in check("--max-epochs", "1.5")[1][0]
     assert "--allow-data-changes seed" in check("--seed", "5")[1][0]
     (dry,) = launch(1, [*longer, "--dry-run", "--world-size", "1"])

@@ -51,6 +51,7 @@ from megatron.training.run.schedules import (
     Schedules,
     planned_samples,
     schedule_basis,
+    total_iterations,
 )
 from megatron.untrusted import is_count
 
@@ -181,7 +182,10 @@ def continued_data(config: Config, stored: Stored | None, progress: Progress) ->
     positions = {split: progress.position(split) for split in progress.history}
     records: Records = progress.sources
     epochs = {name: record["epochs"] for name, record in records.items()}
-    return ContinuedData(past, positions, frozenset(files.changed), files.unread, epochs)
+    batches = BatchSchedule.from_config(config)
+    left = max(0, total_iterations(config, batches, progress) - progress.iteration)
+    end = progress.position("train", batches.samples_after(left, progress.consumed_samples))
+    return ContinuedData(past, positions, frozenset(files.changed), files.unread, epochs, end)
 
 
 def planned_data(config: Config) -> tuple[Config, ContinuedData]:

@@ -367,6 +367,8 @@ def build_data(
     With --dataloader-type cyclic any sample may be read: the numbers returned are then sys.maxsize.
     """
     samples = planned_samples(config, batches)
+    if continued.end is not None:  # with another batch size than before, say
+        samples = (continued.end, *samples[1:])
     staged = dict[str, str]()
     staging = torch.tensor(int(config.data.stage_data_to is not None))
     if collectives.all_reduce(staging, topology.world, dist.ReduceOp.MAX):
