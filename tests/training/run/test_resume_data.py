@@ -1,5 +1,7 @@
 """What a resumed run says about data in another order, against a count by hand of every token."""
 
+import contextlib
+import io
 import itertools
 import json
 import re
@@ -224,6 +226,41 @@ def test_a_source_that_returns_is_known_and_validation_goes_on(tmp_path):
     names = [[(source.prefix[-1], source.generation) for source in p.sources] for p in train]
     assert names == [[("a", 0), ("b", 0)], [("a", 0)], [("a", 0), ("b", 1)]]
     assert validated == 2 * BATCH and [phase.start for phase in valid] == [0]
+
+
+def move_and_anneal(rank, folder):
+    """Train with two sources, move one and train on another blend; return both logs."""
+    a, b = write(folder / "a", 1000), write(folder / "b", 700, 3000)
+    fields = dict(
+        vocab_size=6000,
+        global_batch_size=BATCH,
+        save=str(folder / "run"),
+        load=str(folder / "run"),
+        split="80,20,0",
+        eval_interval=2,
+        eval_iters=1,
+    )
+    logs = []
+    moved = folder / "moved"
+    jobs = [("1", a, "1", b), ("1", a, "1", b), ("1", a, "3", str(moved))]
+    for number, blend in enumerate(jobs, 1):
+        if number == 3:
+            for ending in (".bin", ".idx"):
+                (folder / f"b{ending}").rename(f"{moved}{ending}")
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            run(rank, dict(fields, data_path=blend, train_iters=3 * number))
+        logs.append(" ".join(log.getvalue().split()))
+    return logs
+
+
+def test_moved_files_and_other_validation_data_are_named(tmp_path):
+    """A longer run has no note; the other one has notes on the file, the weights and validation."""
+    ((_, longer, changed),) = run_processes(1, move_and_anneal, tmp_path)
+    assert "note: data:" not in longer
+    _, moved, weights, validation = changed.split("note: data:")
+    assert moved.split()[0] == f"{tmp_path / 'moved'}" and f" {tmp_path / 'b'}, " in moved
+    assert "0.75" in weights and "validation" in validation.split("training:")[0]
 
 
 def test_copies_that_moved_are_taken_for_those_of_the_same_name(tmp_path):
