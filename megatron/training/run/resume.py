@@ -350,7 +350,12 @@ def _other_settings(stored: Stored, config: Config) -> Iterator[str]:
             and name in stored.values
             and stored.values[name] != value
         ):
-            yield f"{name} {value} (was {stored.values[name]})"
+            yield f"{name} {_words(value)} (was {_words(stored.values[name])})"
+
+
+def _words(value: object) -> object:
+    """Return the entries of a list, as on the command line; another value as it is."""
+    return " ".join(map(str, value)) if isinstance(value, list) and value else value
 
 
 def other_values(stored: Stored, config: Config, progress: Progress, end: int) -> Iterator[str]:
@@ -581,7 +586,7 @@ class FormerData:
             if name.endswith("data_path") and isinstance(former, list):
                 former = [self._moved.get(str(word), word) for word in former]
             if former != current:
-                differences.append(f"{name} {current} (was {values[name]})")
+                differences.append(f"{name} {_words(current)} (was {_words(values[name])})")
         before = self._samples()
         if train_samples != before and max(train_samples, before) < sys.maxsize:
             differences.append(f"{train_samples} samples in all (was {before})")
