@@ -67,19 +67,15 @@ def build(config: Config, workers: int) -> None:
     from megatron.data import index_cache
     from megatron.data.datasets import Datasets, Reading, build_datasets
     from megatron.training.report.reporter import Reporter
-    from megatron.training.run.resume import (
-        continued_data,
-        stored_progress,
-        stored_to_load,
-        with_checkpoint_settings,
-        with_data_order,
-    )
+    from megatron.training.run.resume import with_checkpoint_settings
+    from megatron.training.run.resume_data import continued_data, with_data_order
     from megatron.training.run.schedules import (
         BatchSchedule,
         planned_samples,
         total_iterations,
     )
     from megatron.training.run.setup import extended
+    from megatron.training.run.stored import stored_progress, stored_to_load
 
     say = partial(print, flush=True)
     stored = stored_to_load(config)

@@ -496,7 +496,7 @@ def check_data(job: CheckedJob, config: Config) -> None:
     Raises the errors of `forecast.check_data`, and CheckpointError.
     """
     from megatron.data import datasets, forecast
-    from megatron.training.run.resume import planned_data
+    from megatron.training.run.resume_data import planned_data
 
     if not (prefixes := datasets.data_prefixes(config)):
         return

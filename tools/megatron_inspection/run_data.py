@@ -22,16 +22,11 @@ from megatron.data.stream import Opening, StreamDataset
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.metrics_file import read_records
-from megatron.training.run.resume import (
-    FormerData,
-    FormerFiles,
-    accepted,
-    stored_progress,
-    stored_settings,
-)
+from megatron.training.run.resume_data import FormerData, FormerFiles
 from megatron.training.run.schedules import BatchSchedule, Progress, total_iterations
 from megatron.training.run.setup import load_tokenizer
 from megatron.training.run.step import skipped_until
+from megatron.training.run.stored import accepted, stored_progress, stored_settings
 from megatron_inspection.dataset import text_of
 from megatron_report.reading import effective_records
 

@@ -47,7 +47,7 @@ from megatron.planner.stage import stages_on
 from megatron.planner.table import Table
 from megatron.planner.timing import dispatch_choice, estimate
 from megatron.planner.trace import sized
-from megatron.training.run.resume import planned_data
+from megatron.training.run.resume_data import planned_data
 from megatron.training.run.schedules import BatchSchedule, Schedules, planned_samples, run_costs
 
 _PACKAGE = Path(__file__).resolve().parents[2]

@@ -73,15 +73,8 @@ from megatron.training.run.identity import identity, sample_digests
 from megatron.training.run.loop import train
 from megatron.training.run.process import Signals
 from megatron.training.run.provenance import Provenance, layout_record, versions
-from megatron.training.run.resume import (
-    continued_data,
-    describe_beginning,
-    describe_resume,
-    stored_progress,
-    stored_settings,
-    with_checkpoint_settings,
-    with_data_order,
-)
+from megatron.training.run.resume import describe_resume, with_checkpoint_settings
+from megatron.training.run.resume_data import continued_data, describe_beginning, with_data_order
 from megatron.training.run.schedules import (
     BatchSchedule,
     LengthSchedule,
@@ -94,6 +87,7 @@ from megatron.training.run.schedules import (
 )
 from megatron.training.run.state import LoopState, Run
 from megatron.training.run.stopping import Agreement, SlurmEnd, StopRules, WallTime, requeue
+from megatron.training.run.stored import stored_progress, stored_settings
 from megatron.training.run.tasks import context_of, read_tasks
 from megatron.training.safety.watchdog import Watchdog
 

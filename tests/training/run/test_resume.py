@@ -13,13 +13,9 @@ from megatron.checkpoint.settings import plain, settings_to_take
 from megatron.config import Config, parse_args
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.run.checkpoints import checkpoint_to_load, progress_from
-from megatron.training.run.resume import (
-    describe_changes,
-    other_values,
-    stored_settings,
-    with_checkpoint_settings,
-)
+from megatron.training.run.resume import describe_changes, other_values, with_checkpoint_settings
 from megatron.training.run.schedules import Progress, Schedules
+from megatron.training.run.stored import stored_settings
 from tests.helpers.launching import TINY, launch
 from tests.helpers.tiny import MODEL, rank_topology, records, values
 

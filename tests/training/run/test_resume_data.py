@@ -17,13 +17,9 @@ from megatron.data.ledger import Ledger
 from megatron.data.order import SampleOrder, sample_order
 from megatron.errors import ConfigError
 from megatron.training.run.provenance import Provenance
-from megatron.training.run.resume import (
-    FormerFiles,
-    describe_beginning,
-    describe_data,
-    stored_settings,
-)
+from megatron.training.run.resume_data import FormerFiles, describe_beginning, describe_data
 from megatron.training.run.schedules import BatchSchedule, Progress, planned_samples
+from megatron.training.run.stored import stored_settings
 from tests.checkpoint.written import make
 from tests.helpers.indexed import write_documents
 from tests.helpers.processes import run_processes

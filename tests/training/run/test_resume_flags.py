@@ -12,7 +12,8 @@ from megatron.errors import MegatronError
 from megatron.metrics_file import read_records
 from megatron.program import pretrain
 from megatron.training.report.reporter import Console
-from megatron.training.run.resume import UNCOMPARED, describe_changes, stored_settings
+from megatron.training.run.resume import UNCOMPARED, describe_changes
+from megatron.training.run.stored import stored_settings
 from tests.helpers.processes import run_processes
 from tests.helpers.tiny import RUN
 from tests.training.run.test_resume import config, stopped, store
