@@ -114,8 +114,8 @@ def _blend_schedule(config: Sections) -> Problems:
             "before: begin it with 0:, or give --data-path or --train-data-path"
         )
     if data.data_order == "megatron":
-        others = {"train_data_exact_num_epochs": None, "dataloader_type": "single"}
-        causes = [name for name, usual in others.items() if config.get(name) != usual]
+        usual_values = {"train_data_exact_num_epochs": None, "dataloader_type": "single"}
+        causes = [name for name, usual in usual_values.items() if config.get(name) != usual]
         yield (
             f"--blend-schedule needs --data-order stream, and {config.written([*causes, 'data_order'][0])} "
             "is Megatron's order, which has one blend: leave one of them out"

@@ -317,8 +317,8 @@ def _overlaps(
 ) -> Iterator[str]:
     """Yield a notice for each two sources of training data that have documents in common."""
     for _, blend in plan.schedule:
-        parts = Counter((source.prefix, source.documents) for source in blend)
-        for (prefix, _), count in parts.items():
+        uses = Counter((source.prefix, source.documents) for source in blend)
+        for (prefix, _), count in uses.items():
             if count > 1:
                 yield f"{prefix} is in a blend {count} times: it is one source of the sum of its weights"
     sources = {source.stream: source for each in scheduled for source in each.phase.sources}
