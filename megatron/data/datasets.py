@@ -72,7 +72,7 @@ class Datasets:
 
 @dataclass(frozen=True)
 class ContinuedData:
-    """Where the streams of a resumed run continue.
+    """State of the data of a resumed run.
 
     past       {split: phases that have begun}
     positions  {split: position of the next sample}

@@ -44,7 +44,7 @@ _MOST_LISTED = 24  # sources, and phases of a schedule
 
 @dataclass(frozen=True)
 class SourceForecast:
-    """How often a run reads a source of its training data.
+    """Epochs that a run reads of a source of its training data.
 
     tokens   number of tokens in an epoch
     weights  its weight in each blend of the run, from the current one on
@@ -61,7 +61,7 @@ class SourceForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """How often a run reads each source of its training data.
+    """Epochs that a run reads of all sources of its training data.
 
     starts   number of tokens of the run from which on each of the blends holds
     sources  the source of most epochs first
@@ -200,7 +200,7 @@ def check_data(
 
 @dataclass(frozen=True)
 class _Reads:
-    """What a run reads of its sources up to any position.
+    """Amounts that a run reads of its sources up to any position.
 
     phases    the phases of the run; in Megatron's order only the one that holds
     current   the blends from the current one on

@@ -48,7 +48,7 @@ class PhaseSource:
 
 @dataclass(frozen=True)
 class DataPhase:
-    """What determines the order of samples from position `start` on.
+    """Settings that determine the order of samples from position `start` on.
 
     packing  value of --data-packing
     """

@@ -16,7 +16,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from megatron.data.arrays import Int64Array, StrPath
-from megatron.data.cuts import ConcatCut, Cut, EpochKey, PackedCut, Place, Rest, Source
+from megatron.data.cuts import ConcatCut, Cut, PackedCut, Place
+from megatron.data.epochs import EpochKey, Rest, Source
 from megatron.data.gpt_dataset import (
     BySource,
     IndexFiles,
@@ -45,7 +46,7 @@ _SAMPLES_KEPT = 64
 
 @dataclass(frozen=True)
 class CutSettings:
-    """What a source's cut depends on; a change begins another cut."""
+    """Settings that a source's cut depends on; a change begins another cut."""
 
     seq_length: int
     packing: str
@@ -193,7 +194,7 @@ class SourceStream(SlicedDataset):
 
 @dataclass(frozen=True)
 class Opening:
-    """How a stream's files are opened, by prefix, and where its index files are."""
+    """Means of opening a stream's files by prefix, and its index files."""
 
     open: Callable[[str], IndexedDataset]
     pad_id: int = 0
