@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,6 +63,23 @@ class Place:
     samples: int
     sequence: int
     token: int
+
+
+class Window(NamedTuple):
+    """Samples first .. stop - 1 of a cut, which are shuffled together.
+
+    key      of their permutation
+    epoch    number of the epoch that they are in
+    number   which of the windows of a part of the line this is, from 0
+    windows  how many there are
+    """
+
+    first: int
+    stop: int
+    key: int
+    epoch: int
+    number: int = 0
+    windows: int = 1
 
 
 @dataclass(frozen=True)
@@ -120,18 +138,16 @@ class Cut(ABC):
     def place(self, taken: int) -> Place:
         """Return where the reading stands after `taken` samples of this cut."""
 
-    def _place(
-        self, taken: int, epoch: int, samples: range, window: int = 0, windows: int = 1
-    ) -> Place:
-        """Return the place in window number `window` of an epoch, both from 0."""
+    def _place(self, taken: int, window: Window) -> Place:
+        """Return the place in a window."""
         slices = self.slices(taken)
         return Place(
             self.epochs(taken),
-            epoch + 1,
-            window + 1,
-            windows,
-            taken - samples.start,
-            len(samples),
+            window.epoch + 1,
+            window.number + 1,
+            window.windows,
+            taken - window.first,
+            window.stop - window.first,
             int(slices.sequences[0]),
             int(slices.offsets[0]),
         )
@@ -206,45 +222,45 @@ class ConcatCut(Cut):
         return Segments(*map(np.concatenate, zip(*listed, strict=True)))
 
     @cached_property
-    def _last_window(self) -> list[tuple[int, int, int]]:
-        return [(0, 0, 0)]
+    def _last_window(self) -> list[Window]:
+        return [Window(0, 0, 0, 0)]
 
-    def _window(self, number: int) -> tuple[int, int, int]:
-        """Return the first and last + 1 of the samples shuffled with a sample, and their key.
+    def _window(self, number: int) -> Window:
+        """Return the window of a sample.
 
         The sample that begins in one part of the line and ends in the next is read last.
         """
-        low, high, key = self._last_window[0]
-        if not low <= number < high:
-            self._last_window[0] = low, high, key = self._new_window(number)
-        return low, high, key
+        window = self._last_window[0]
+        if not window.first <= number < window.stop:
+            self._last_window[0] = window = self._new_window(number)
+        return window
 
-    def _new_window(self, number: int) -> tuple[int, int, int]:
+    def _new_window(self, number: int) -> Window:
         length = self.seq_length
-        begin, end, epoch, _ = self._part(number * length)
+        begin, end, key, _ = self._part(number * length)
+        epoch = self.following - 1 if key is None else key.number
         first = -(-begin // length)
         count = end // length - first
         if number >= first + count:
-            return number, number + 1, 0
-        windows = self._windows(count)
+            return Window(number, number + 1, 0, epoch)
+        windows = max(1, round(count * length / WINDOW))
         window = ((number - first + 1) * windows - 1) // count
-        seed, of = (self.key.seed, -1) if epoch is None else (epoch.seed, epoch.number)
-        return (
+        seed, of = (self.key.seed, -1) if key is None else (key.seed, key.number)
+        return Window(
             first + window * count // windows,
             first + (window + 1) * count // windows,
             mix(seed, of, window, self.following),
+            epoch,
+            window,
+            windows,
         )
-
-    def _windows(self, samples: int) -> int:
-        """Return the number of windows of these consecutive samples of one part of the line."""
-        return max(1, round(samples * self.seq_length / WINDOW))
 
     def _starts(self, numbers: Int64Array) -> Int64Array:
         """Return the first token in the line of each of these samples, which ascend."""
         result = np.empty(len(numbers), np.int64)
         done = 0
         while done < len(numbers):
-            low, high, key = self._window(int(numbers[done]))
+            low, high, key, *_ = self._window(int(numbers[done]))
             stop = int(np.searchsorted(numbers, high))
             result[done:stop] = permute(numbers[done:stop] - low, high - low, key) + low
             done = stop
@@ -252,7 +268,7 @@ class ConcatCut(Cut):
 
     def _bounds(self, number: int) -> tuple[int, int]:
         """Return the begin and end of a sample in the line, its last label included."""
-        low, high, key = self._window(number)
+        low, high, key, *_ = self._window(number)
         start = low + int(permute(np.array([number - low]), high - low, key)[0])
         return start * self.seq_length, (start + 1) * self.seq_length + 1
 
@@ -297,7 +313,7 @@ class ConcatCut(Cut):
 
     def left(self, taken: int) -> Rest:
         length = self.seq_length
-        low, high, key = self._window(taken)
+        low, high, key, *_ = self._window(taken)
         tail = low * length
         pieces = NO_SLICES
         if taken > low:
@@ -322,17 +338,7 @@ class ConcatCut(Cut):
         return Rest(pieces, epoch.number, epoch if offset else None, offset)
 
     def place(self, taken: int) -> Place:
-        length = self.seq_length
-        begin, end, key, _ = self._part(taken * length)
-        epoch = self.following - 1 if key is None else key.number
-        low, high, _ = self._window(taken)
-        first = -(-begin // length)
-        count = end // length - first
-        if taken >= first + count:  # the sample at the end, which is no window's
-            return self._place(taken, epoch, range(low, high))
-        windows = self._windows(count)
-        window = ((low - first + 1) * windows - 1) // count
-        return self._place(taken, epoch, range(low, high), window, windows)
+        return self._place(taken, self._window(taken))
 
     def prepare(self, taken: int, stop: int) -> None:
         begin = taken * self.seq_length
@@ -430,7 +436,7 @@ class PackedCut(Cut):
 
     def inputs(self, numbers: Int64Array) -> SequenceSlices:
         some = [packing.of(bins) for packing, bins in self._bins(np.sort(numbers))]
-        pieces = SequenceSlices.joined(*(SequenceSlices(*slices) for slices in some))
+        pieces = SequenceSlices.joined(*some)
         return pieces._replace(lengths=pieces.lengths - 1)
 
     def tokens_in(self, numbers: Int64Array) -> int:
@@ -456,7 +462,7 @@ class PackedCut(Cut):
 
     def place(self, taken: int) -> Place:
         first, packing, epoch = self._group(taken)
-        return self._place(taken, epoch, range(first, first + len(packing)))
+        return self._place(taken, Window(first, first + len(packing), 0, epoch))
 
     def prepare(self, taken: int, stop: int) -> None:
         if stop > len(self._rest_packing):

@@ -336,10 +336,9 @@ def _changes_of_blend(
         {source.name: f"{source.weight:.6g}" for source in phase.sources} for phase in (before, now)
     )
     for name in (name for name in new if name not in old):
-        again = name in latest
         text = (
             "added again: it continues where it stopped"
-            if again
+            if name in latest
             else "added: it begins at its beginning"
         )
         yield f"{name} is {text}"
