@@ -103,9 +103,7 @@ def build(config: Config, workers: int) -> None:
 
     datasets = prepare(*planned)
     end = total_iterations(config, batches, progress)
-    left = max(0, end - progress.iteration)
-    needed = batches.samples_after(left, progress.consumed_samples)
-    extended(config, datasets, prepare, planned, needed)
+    extended(config, datasets, prepare, planned, progress.samples_at(batches, end))
     if not messages and config.data.data_order == "stream":
         say("this data needs no index: streams of fewer than 2^20 documents are not indexed")
     # ru_maxrss is in KiB on Linux

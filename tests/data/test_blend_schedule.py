@@ -29,14 +29,14 @@ def blends(schedule, **data):
 def test_names_of_sources_and_the_blend_of_each_split():
     known = ("3", WEB, "1", CODE)
     half = {WEB: 0.5, CODE: 0.5}
-    given = {WEB: 0.75, CODE: 0.25}
+    weights = {WEB: 0.75, CODE: 0.25}
     assert blends("2K: 1 web 1 code", data_path=known) == [
-        {0: given, 2000: half},
-        *[{0: given}] * 2,
+        {0: weights, 2000: half},
+        *[{0: weights}] * 2,
     ]
     assert blends(f"0: 1 web 1 {CODE}, 9: new", data_path=known) == [
         {0: half, 9: {"new": 1}},
-        *[{0: given}] * 2,
+        *[{0: weights}] * 2,
     ]
     alone = blends("0: 1 a 1 b, 1K: a")
     assert alone == [{0: {"a": 0.5, "b": 0.5}, 1000: {"a": 1}}, *[{0: {"a": 0.5, "b": 0.5}}] * 2]

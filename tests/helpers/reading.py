@@ -1,4 +1,4 @@
-"""What the jobs of a run read: every sample of every rank, counted over the places of its tokens.
+"""Records of what the jobs of a run read: every sample of every rank, counted by token.
 
 Token n of the data is the id n, so that an id tells its place.
 """
@@ -127,7 +127,7 @@ class Reading:
 
 
 class Count:
-    """How often each token of the sources was an input in the loss.
+    """Counts of how often each token of the sources was an input in the loss.
 
     `sources` has the first token of each and the sizes of its documents. The predictions after the
     last tokens of documents depend on the packing.

@@ -175,10 +175,8 @@ class DataLedger(Callback):
         train = run.datasets.train
         to_come = {}
         if isinstance(train, StreamDataset):
-            last = run.batches.samples_after(
-                run.total_iterations - progress.iteration, progress.consumed_samples
-            )
-            to_come = train.epochs(progress.position(), progress.position(consumed=last))
+            end = progress.samples_at(run.batches, run.total_iterations)
+            to_come = train.epochs(progress.position(), progress.position(consumed=end))
         run.reporter.say(self._ledger.line(to_come))
         self._record(run)
 

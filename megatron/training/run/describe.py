@@ -89,7 +89,7 @@ def describe_length(
     if training.skip_train or progress.iteration >= end:
         return
     before = progress.consumed_samples
-    samples = batches.samples_after(end - progress.iteration, before) - before
+    samples = progress.samples_at(batches, end) - before
     evaluated = ""
     if datasets.valid is not None and training.eval_iters:
         size = training.eval_iters * batches.global_batch_size_at_end

@@ -79,8 +79,7 @@ def describe_resume(
     describe_changes(stored, config, progress, end, say)
     describe_implementations(stored, config, device, say)
     if dataset is not None:
-        left = max(0, end - progress.iteration)
-        last = batches.samples_after(left, progress.consumed_samples)
+        last = progress.samples_at(batches, end)
         with reporter.console.doing("comparing the order of the data"):
             describe_data(stored, config, dataset, train_samples, progress, last, say)
     if isinstance(valid, StreamDataset):

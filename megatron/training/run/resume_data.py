@@ -94,8 +94,8 @@ def continued_data(config: Config, stored: Stored | None, progress: Progress) ->
     records: Records = progress.sources
     epochs = {name: record["epochs"] for name, record in records.items()}
     batches = BatchSchedule.from_config(config)
-    left = max(0, total_iterations(config, batches, progress) - progress.iteration)
-    end = progress.position("train", batches.samples_after(left, progress.consumed_samples))
+    last = total_iterations(config, batches, progress)
+    end = progress.position(consumed=progress.samples_at(batches, last))
     return ContinuedData(past, positions, frozenset(files.changed), files.unread, epochs, end)
 
 
@@ -116,11 +116,11 @@ def describe_beginning(stored: Stored, dataset: TokenDataset, say: Say) -> None:
     sources = state.get("sources") if isinstance(state, dict) else None
     records = sources.items() if isinstance(sources, dict) else ()
     read = {name: one["epochs"] for name, one in records if is_consumed(one) and one["epochs"]}
-    again = {one.name: read[one.name] for one in dataset.sources if one.name in read}
+    common = {one.name: read[one.name] for one in dataset.sources if one.name in read}
     if not read:
         return
-    short = short_names(again)
-    most = sorted(again.items(), key=lambda item: -item[1])
+    short = short_names(common)
+    most = sorted(common.items(), key=lambda item: -item[1])
     listed = [f"{epochs:.3g} epochs of {short[name]}" for name, epochs in most[:_LISTED]]
     if rest := most[_LISTED:]:
         listed.append(f"{len(rest)} more sources")

@@ -211,6 +211,11 @@ class Progress:
             consumed = self.consumed_samples
         return SampleOrder(0, left_out=merged(self.left_out)).position(consumed)
 
+    def samples_at(self, batches: BatchSchedule, iteration: int) -> int:
+        """Return the number of samples consumed when a run with this progress reaches an iteration."""
+        left = max(0, iteration - self.iteration)
+        return batches.samples_after(left, self.consumed_samples)
+
     def past(self, split: str = "train") -> DataPhases:
         """Return the phases of the data that have begun. Raises ValueError if they are damaged."""
         return from_record(self.history.get(split, []))

@@ -265,8 +265,7 @@ def assemble(
         progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
     record_settings(settings, topology, reporter, progress.iteration)
     end = total_iterations(config, batches, progress)
-    left = max(0, end - progress.iteration)
-    train_samples = max(samples[0], batches.samples_after(left, progress.consumed_samples))
+    train_samples = max(samples[0], progress.samples_at(batches, end))
     datasets = extended(config, datasets, build, samples, train_samples)
     train = None if config.training.skip_train else datasets.train
     if stored is not None and not config.checkpoint.finetune:
