@@ -55,6 +55,10 @@ class TrainingError(MegatronError):
     """
 
 
+class DifferingCopiesError(TrainingError):
+    """Copies of the weights differ between ranks; an earlier state may be good."""
+
+
 def print_error(error: BaseException | str, rank: int = 0, prefix: str = "error") -> None:
     """Print an error on standard error.
 

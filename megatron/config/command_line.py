@@ -191,7 +191,8 @@ def parse_args(
 ) -> Config:
     """Return the configuration of a training command line.
 
-    world_size  number of processes that were started; None: --world-size, or its default, applies
+    world_size  number of processes that were started, spare ones included; None: --world-size, or
+                its default, applies
     pieces      the user's own pieces
     checkpoint  function that reads the settings for --use-checkpoint-args, --load hf:FOLDER and
                 --model-from; None: no checkpoint is read
@@ -211,6 +212,7 @@ def parse_args(
     _give_flags(settings, scanned.flags, checkpoint)
     explicit = settings.explicit.get("world_size")
     if world_size is not None and not (printing and explicit is not None):
+        world_size = _without_spares(settings, world_size)
         if explicit not in (None, world_size):
             settings.problems.append(
                 f"--world-size {explicit} ({settings.origins['world_size']}) contradicts the "
@@ -226,6 +228,18 @@ def parse_args(
         print(render_config(config))
         raise SystemExit(0)
     return config
+
+
+def _without_spares(settings: Settings, started: int) -> int:
+    """Return the number of ranks among the processes that were started."""
+    spares: int = settings.explicit.get("spare_ranks", 0)
+    if started > spares:
+        return started - spares
+    settings.problems.append(
+        f"--spare-ranks {spares} leaves none of the {started} processes that the launcher started: "
+        "start more processes, or give fewer spare ranks"
+    )
+    return started
 
 
 def parse_plan(

@@ -31,7 +31,7 @@ CONFLICTS = """
 """
 NEEDED = """
     save_hf  save_hf_ema
-    save  save_interval_minutes async_save keep_last requeue save_trigger_file
+    save  save_interval_minutes async_save keep_last requeue max_restarts save_trigger_file
     load  finetune reset_iteration load_tag use_checkpoint_args exit_on_missing_checkpoint
     load  moe_use_upcycling load_missing allow_data_changes
     keep_last  keep_every

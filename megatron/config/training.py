@@ -520,6 +520,27 @@ class TrainingConfig:
         "loss of a rank ends it before training is done.",
         one_start=True,
     )
+    max_restarts: int = option(
+        0,
+        "Restart within the job up to N times after the loss of a rank: processes that survive "
+        "continue, lost ones are replaced. 0: a lost rank ends the job.",
+        NATURAL,
+        one_start=True,
+    )
+    spare_ranks: int = option(
+        0,
+        "Number of processes, the last of those that are started, that wait to replace lost ones.",
+        NATURAL,
+        one_start=True,
+    )
+    min_ranks: int | None = option(
+        None,
+        "If more ranks are lost than spare ones are left, continue with fewer data-parallel "
+        "replicas and more micro-batches per step, on at least N ranks.",
+        COUNT,
+        derived="the number of ranks at the start",
+        one_start=True,
+    )
     max_consecutive_skips: int = option(
         None,
         "Exit with an error after N consecutive steps with non-finite loss or gradients, or "

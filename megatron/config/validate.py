@@ -130,7 +130,8 @@ def validate(settings: Settings) -> None:
 def run_requirements(settings: Settings) -> None:
     """Add problems for missing settings that a training run needs, before defaults replace them.
 
-    Also add one if --requeue would start a command that does not continue the run.
+    Also add one if --requeue or --max-restarts would start a command that does not continue the
+    run.
     """
     explicit = settings.explicit
     known = {*explicit, *settings.bad}
@@ -150,8 +151,9 @@ def run_requirements(settings: Settings) -> None:
         add("no data: give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
     if not known & {"tokenizer_type", "vocab_size"} and not {"vocab_file", "merge_file"} <= known:
         add("the vocabulary is unknown: give --tokenizer-type with its files, or --vocab-size")
-    # A requeued job runs the same command and must not lose its checkpoints.
-    if explicit.get("requeue") and "save" in explicit:
+    # The same command starts anew, and must not lose its checkpoints.
+    repeats = [name for name in ("requeue", "max_restarts") if explicit.get(name)]
+    if repeats and "save" in explicit:
         names = ("finetune", "reset_iteration", "load_tag", "no_load_optim")
         conflicts = [
             all_options()[name].written(explicit[name]) for name in names if explicit.get(name)
@@ -159,9 +161,10 @@ def run_requirements(settings: Settings) -> None:
         if not is_same_folder(explicit.get("load"), explicit["save"]):
             conflicts.insert(0, f"--load {explicit['load']}" if "load" in explicit else "no --load")
         if conflicts:
+            flags = " and ".join(all_options()[name].flag for name in repeats)
             add(
-                f"--requeue starts the same command again, which with {', '.join(conflicts)} does "
-                f"not continue from --save {explicit['save']}: start once without --requeue "
+                f"{flags} would start the same command again, which with {', '.join(conflicts)} "
+                f"does not continue from --save {explicit['save']}: start once without {flags} "
                 f"(REQUEUE=0 in the job scripts), then with it, with --load {explicit['save']} and "
                 "without the others"
             )

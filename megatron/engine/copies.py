@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.errors import ConfigError, MegatronError, TrainingError
+from megatron.errors import ConfigError, DifferingCopiesError, MegatronError
 from megatron.parallel.collectives import all_reduce, broadcast_object, gather_objects
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Group, Topology, compress_ranks
@@ -79,7 +79,7 @@ def check_copies(
     """Compare all copies of `parameters`; `arrived` yields them when their values have arrived.
 
     With `first`, also compare the gradients of the first step. All ranks call this. Raises
-    TrainingError on every rank if copies differ, and ConfigError if gradients are not of the
+    DifferingCopiesError on every rank if copies differ, and ConfigError if gradients are not of the
     assumed kind. `when` is part of the message.
     """
     errors = list[MegatronError]()
@@ -109,18 +109,20 @@ def check_copies(
             at = which[differing[0]]
             holders = _holders(gather_objects(int(digests[at]), group), group)
             names = _listed([shardings[which[i]].name for i in differing])
-            errors.append(TrainingError(f"the copies of {names} differ {when}: {holders}. {cause}"))
+            errors.append(
+                DifferingCopiesError(f"the copies of {names} differ {when}: {holders}. {cause}")
+            )
     # All ranks raise the error of the first rank that has one; errors about gradients precede
     # errors about weights.
     world = topology.world
     none = 2 * world.size
     local_key = (
-        topology.rank + world.size * isinstance(errors[0], TrainingError) if errors else none
+        topology.rank + world.size * isinstance(errors[0], DifferingCopiesError) if errors else none
     )
     key = int(all_reduce(torch.tensor(local_key), world, dist.ReduceOp.MIN))
     if key < none:
         text = broadcast_object(str(errors[0]) if errors else "", world, key % world.size)
-        raise TrainingError(text) if key >= world.size else ConfigError(text)
+        raise DifferingCopiesError(text) if key >= world.size else ConfigError(text)
 
 
 _TENSOR = (

@@ -101,14 +101,17 @@ class Rendezvous(StoreConnection):
     judged               cleared while a watchdog finds out whether the job hangs
     acts_on_failure      whether this rank, rather than another, acts on the findings of `explain`
                          by requeuing the job
+    failed               whether a rank has failed, so that peers may be missing at the end
+    restarts             whether this process will take part in another rendezvous after a failure
     """
 
     acts_on_failure = False
+    failed = False
+    restarts = False
     _absentees = 0
     _call = 1  # the number of the next call
     _roll_findings = ""  # the findings of a roll call
     _reported = False  # whether a rank reported why it failed
-    _failed = False
     _store_lost = False
     _closed = False
 
@@ -376,7 +379,7 @@ class Rendezvous(StoreConnection):
 
     def fail(self, message: str) -> None:
         """Report to the other ranks why this rank stops. Never raises."""
-        self._failed = True
+        self.failed = True
         finding = json.dumps([self.launch.rank, f"{self._myself} failed: {message}"])
 
         def write() -> None:
@@ -394,7 +397,7 @@ class Rendezvous(StoreConnection):
         The result is a LostRankError, unless a rank reported why it failed. Raise it from `error`.
         """
         if self._explained is None:
-            self._failed = True
+            self.failed = True
             # a watchdog that detects a hang ends this process with a better diagnosis
             self.judged.wait(2 * self._answer_s)
             symptom = (_SOURCE_LINE.sub("", str(error)).splitlines() or [""])[0].split(". ")[0]
@@ -529,11 +532,12 @@ class Rendezvous(StoreConnection):
         """End torch.distributed and leave; all ranks call this. Harmless when called twice."""
         if self._closed:
             return
-        if dist.is_initialized() and not (self._failed and self.device.type == "cuda"):
-            # After a failure NCCL would wait for dead ranks; the end of the process frees its
-            # communicators.
+        waits = self.failed and self.device.type == "cuda" and not self.restarts
+        if dist.is_initialized() and not waits:
+            # After a failure NCCL would wait for dead ranks, unless its communicators have been
+            # aborted, as before a restart; the end of the process frees its communicators.
             with contextlib.suppress(RuntimeError, LaunchError):
-                if self._failed:  # gloo waits for messages that are still in progress
+                if self.failed:  # gloo waits for messages that are still in progress
                     bounded(dist.destroy_process_group, ANSWER_S, "torch.distributed did not end")
                 else:
                     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -257,6 +258,19 @@ class Topology:
                 if isinstance(group, Group) and group.handle is not None:
                     groups.setdefault(id(group.handle), group)
         return list(groups.values())
+
+    def abort(self) -> None:
+        """Make calls fail that wait in a communicator of NCCL or RCCL; not run on several GPUs.
+
+        gloo has no such call (its `abort` leaves a waiting call as it is): there a call fails when
+        its peers close their groups or end.
+        """
+        if self.device.type != "cuda":
+            return
+        for group in (*self.groups, *self.pipeline.pairs.values()):
+            with contextlib.suppress(AttributeError, RuntimeError):
+                if group.handle is not None:
+                    group.handle._get_backend(self.device).abort()
 
     @property
     def flight(self) -> FlightRecorder:

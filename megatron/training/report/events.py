@@ -355,6 +355,26 @@ class CheckpointRejected(Event):
     instead: str
 
 
+class Restarted(Event):
+    """The job has restarted after a fault, without being started anew.
+
+    iteration  the last iteration of the state that was loaded
+    restart    number of this restart in the job
+    cause      the fault
+    ranks      number of ranks that continue
+    outage_s   seconds from the detection of the fault until the ranks are ready for a step
+    ways       how many ranks came back in all restarts so far: in-process, forked, spare
+    """
+
+    event = "restart"
+    iteration: int
+    restart: int
+    cause: str
+    ranks: int
+    outage_s: float
+    ways: Record
+
+
 class NotFinite(Event):
     """Every step from `skipped_since` on was skipped.
 

@@ -10,6 +10,7 @@ from megatron.data.ledger import Ledger
 from megatron.data.order import sample_order
 from megatron.data.stream import StreamDataset
 from megatron.errors import TrainingError
+from megatron.parallel.membership import Membership
 from megatron.protocols import Callback
 from megatron.training.report import events
 from megatron.training.report.metrics import Profiler, summarise
@@ -236,6 +237,19 @@ class EmptySteps(Callback):
                     "the data. Prompts may fill all of --seq-length "
                     f"{run.config.model.seq_length}, so that answers are cut off"
                 )
+
+
+class ReportsProgress(Callback):
+    """Reports completed steps and saves to this process's supervisor, for --max-restarts."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def on_step(self, run: Run, step: events.StepRecord) -> None:
+        self._membership.reached(step.iteration)
+
+    def on_save(self, run: Run) -> None:
+        self._membership.saved()
 
 
 class SlowRanks(Callback):

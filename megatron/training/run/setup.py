@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import os
 import re
@@ -30,23 +31,31 @@ from megatron.data.file_lock import FolderClaim
 from megatron.data.fill_in_the_middle import FillInTheMiddle
 from megatron.data.tokenizer import LimitedTokenizer, Tokenizer, build_tokenizer
 from megatron.engine.engine import Engine, build_executor
-from megatron.errors import ConfigError, DataError, LaunchError, LostRankError, MegatronError
+from megatron.errors import (
+    ConfigError,
+    DataError,
+    DifferingCopiesError,
+    LaunchError,
+    LostRankError,
+    MegatronError,
+)
 from megatron.model.formulas import ModelSizes
 from megatron.model.gpt import build_chunks, check_patterns, layer_context, model_sizes
 from megatron.model.stages import stage_owners
 from megatron.parallel import collectives
 from megatron.parallel.collectives import use_groups
-from megatron.parallel.launch import Launch
+from megatron.parallel.launch import Launch, select_device
 from megatron.parallel.layout import DEFAULT_ORDER, LayoutSizes
+from megatron.parallel.membership import Membership
 from megatron.parallel.process_descriptions import compare
-from megatron.parallel.rank_mapping import RankMapping, RankPlan
-from megatron.parallel.rendezvous import Rendezvous, connect
+from megatron.parallel.rank_mapping import RankMapping, RankPlan, check_devices
+from megatron.parallel.rendezvous import Rendezvous
 from megatron.parallel.topology import Topology
 from megatron.training.report.energy import EnergyMeter
-from megatron.training.report.events import Start
+from megatron.training.report.events import Restarted, Start
 from megatron.training.report.metrics import Interval, Timers, rates
 from megatron.training.report.reporter import Console, Reporter
-from megatron.training.run.callbacks import build_callbacks
+from megatron.training.run.callbacks import ReportsProgress, build_callbacks
 from megatron.training.run.checkpoints import (
     Saves,
     check_save_folder,
@@ -86,7 +95,14 @@ from megatron.training.run.schedules import (
     total_iterations,
 )
 from megatron.training.run.state import LoopState, Run
-from megatron.training.run.stopping import Agreement, SlurmEnd, StopRules, WallTime, requeue
+from megatron.training.run.stopping import (
+    Agreement,
+    SlurmEnd,
+    Stop,
+    StopRules,
+    WallTime,
+    requeue,
+)
 from megatron.training.run.stored import stored_progress, stored_settings
 from megatron.training.run.tasks import context_of, read_tasks
 from megatron.training.safety.watchdog import Watchdog
@@ -102,31 +118,40 @@ def run_training(
     renumbered: Callable[[int], object] | None,
     environment: Sequence[str],
     ranks: RankPlan | None,
-) -> None:
+    membership: Membership | None = None,
+) -> bool:
     """Connect, assemble, train, disconnect. See megatron.pretrain.
 
     `signals` is already entered; `started` is the value of time.monotonic() when the program
     started, for --walltime and --exit-duration-in-mins. `renumbered` is called with the rank that
     the rank mapping gives to this process. `environment` has lines for the log (see
     megatron.parallel.environment.job_environment). `ranks` is the placement of the ranks on a known
-    machine; without it only --rank-order and --device-order have an effect.
+    machine; without it only --rank-order and --device-order have an effect. `membership` is this
+    process's in a job with restarts; returns False if such a job will restart after a fault.
     """
+    if membership is not None and membership.generation.number:
+        gc.collect()  # the generation before: its model and engine refer to each other
+        torch.cuda.empty_cache()
     save = config.checkpoint.save
     claim = FolderClaim(Path(save), f"--save {save}") if save else None
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     if ranks is None:
         order = config.parallel.rank_order or DEFAULT_ORDER
         ranks = RankPlan(RankMapping(config.parallel.device_order or (), rank_order=order))
+    device = select_device(
+        launch, config.parallel.distributed_backend, check_devices(ranks.mapping)
+    )
     alike = identity(config, ranks.mapping.agreed) if launch.world_size > 1 else None
-    shown = Console(launch.rank == 0).doing(f"connecting {launch.world_size} process(es)")
-    with shown:
-        backend = config.parallel.distributed_backend
-        rendezvous = connect(launch, timeout, backend, ranks.mapping, alike)
-    launch = rendezvous.launch
-    if renumbered is not None:
-        renumbered(launch.rank)
+    rendezvous = Rendezvous(launch, device, timeout, ranks.mapping, alike=alike)
     run: Run | None = None
+    stop: Stop | None = None
+    restarts = False
     try:
+        with Console(launch.rank == 0).doing(f"connecting {launch.world_size} process(es)"):
+            rendezvous.join()
+        launch = rendezvous.launch
+        if renumbered is not None:
+            renumbered(launch.rank)
         host = set_up_host(config, rendezvous.device, launch)
         # Only rank 0 prints the locations: thousands of ranks reading the list would overload the
         # store.
@@ -139,6 +164,8 @@ def run_training(
                 *host,
             ]
         topology = connect_groups(config, rendezvous, timeout, ranks.mapping)
+        if membership is not None:
+            membership.abort = topology.abort
         if claim is not None:
             decided_by_first(topology, partial(claim.take, partial(print, flush=True)))
         watchdog = build_watchdog(config, topology, rendezvous)
@@ -148,26 +175,77 @@ def run_training(
             run.reporter.say(f" energy: read from {meter.source}")
         if watchdog is not None:
             watchdog.before_leaving = partial(requeue_lost, run)
+        if membership is not None:
+            take_part(run, membership)
         try:
             stop = train(run)
         finally:
             run.close()
     except BaseException as error:
-        if is_lost_peer(error):
+        if membership is not None and may_restart(error):
+            compared = isinstance(error, DifferingCopiesError)
+            restarts = membership.lost(first_line(error), compared=compared) is not None
+        if restarts:
+            rendezvous.failed = rendezvous.restarts = True
+        elif is_lost_peer(error):
             explained = rendezvous.explain(error)
             put_back = config.training.requeue and rendezvous.acts_on_failure
+            put_back = put_back and membership is None  # otherwise the supervisor does
             if put_back and run is not None and isinstance(explained, LostRankError):
                 print(explained, file=sys.stderr, flush=True)  # before Slurm ends this process
                 requeue_lost(run)
             raise explained from error
-        rendezvous.fail(f"{type(error).__name__}: {error}")
-        raise
+        else:
+            rendezvous.fail(f"{type(error).__name__}: {error}")
+            raise
     finally:
         if claim is not None:
             claim.release()
         rendezvous.close()
+    if restarts:
+        del run, stop
+        return False
     if config.training.requeue and stop is not None and stop.requeue and launch.rank == 0:
+        assert run is not None, "it has stopped"
         requeue(os.environ, run.reporter.say)  # last, because Slurm ends all processes at once
+    return True
+
+
+def take_part(run: Run, membership: Membership) -> None:
+    """Report the run's progress to the supervisor, and a restart to the user."""
+    run.callbacks.append(ReportsProgress(membership))
+    if run.watchdog is not None:
+        run.watchdog.announce = membership.announce
+    generation = membership.generation
+    if not generation.number:
+        return
+    outage_s = generation.outage_s + time.monotonic() - membership.began_s
+    run.reporter.publish(
+        Restarted(
+            iteration=run.progress.iteration,
+            restart=generation.number,
+            cause=generation.cause,
+            ranks=generation.launch.world_size,
+            outage_s=outage_s,
+            ways=dict(generation.restarts),
+        )
+    )
+    ways = ", ".join(f"{count} {way}" for way, count in generation.restarts.items())
+    run.reporter.say(
+        f" restart {generation.number} within the job, {outage_s:.1f} s after the fault: "
+        f"{generation.cause}. {generation.launch.world_size} ranks continue after iteration "
+        f"{run.progress.iteration} (so far {ways})"
+    )
+
+
+def may_restart(error: BaseException) -> bool:
+    """Return whether this process can take part in a restart of the job after `error`."""
+    return is_lost_peer(error) or isinstance(error, DifferingCopiesError)
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def requeue_lost(run: Run) -> None:

@@ -76,6 +76,8 @@ class Watchdog:
     patient    whether the ranks do something for the first time, which may compile or connect and
                therefore take long
     before_leaving  called on the rank that reports for all nodes, before any rank ends
+    announce   called instead of ending the processes, on the ranks that report, with the
+               conclusion and the ranks that hold up the job: the job will restart
 
     Start it on all ranks when they begin to work together, with `patient` set. Every write to the
     flight record is progress: instructions, collectives, steps, phases and `flight.alive()`.
@@ -92,6 +94,7 @@ class Watchdog:
     trace: Callable[[], bytes] | None = None
     patient: bool = True
     before_leaving: Callable[[], object] = lambda: None
+    announce: Callable[[str, tuple[int, ...]], object] | None = None
 
     def __post_init__(self) -> None:
         self._recorder = self.topology.flight
@@ -214,11 +217,12 @@ class Watchdog:
             self._all_clear()
         else:
             self._report(report(verdict, seen, layout))
-            self.before_leaving()
+            if self.announce is None:
+                self.before_leaving()
         conclusion = "" if verdict is None else verdict.conclusion
         bounded(lambda: store.set(f"hang/{number}/verdict", conclusion), _ANSWER_S)
         if verdict is not None:
-            self._leave(number)
+            self._leave(number, verdict)
 
     def _answer(self, number: int) -> None:
         """Answer an inquiry, also for ranks of this node that cannot; then follow the verdict."""
@@ -306,7 +310,7 @@ class Watchdog:
         else:
             self._write(f"the job hangs: {verdict.conclusion}")
             self.sleep(_NODE_S)  # a launcher may end all ranks as soon as one ends
-        self._leave(None)
+        self._leave(None, verdict if is_first else None)
 
     def _write(self, text: str) -> None:
         with suppress(OSError, ValueError):
@@ -327,11 +331,18 @@ class Watchdog:
         with suppress(OSError, LaunchError):  # the file system may be what hangs
             bounded(append, _ANSWER_S)
 
-    def _leave(self, number: int | None) -> None:
+    def _leave(self, number: int | None, verdict: HangVerdict | None = None) -> None:
         """End this process, and those on this node that cannot end themselves.
 
-        The process with the store stays until the others have read the verdict.
+        The process with the store stays until the others have read the verdict. If the job will
+        restart, only announce the `verdict`, which the ranks that report have.
         """
+        if self.announce is not None:
+            self._stopped.set()
+            self._write_trace()
+            if verdict is not None:
+                self.announce(f"the job hangs: {verdict.conclusion}", tuple(verdict.culprits))
+            return
 
         def signal_silent(what: int) -> None:
             for state in self.rendezvous.flight_file.states():

@@ -1,0 +1,175 @@
+"""The training process's connection to its supervisor, for restarts within the job.
+
+The supervisor (supervisor.py) is the process that the launcher started. The training process is its
+child, which outlives the loss of other ranks: it learns from its supervisor which ranks the next
+generation of the job has, and which one it is itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.parallel.launch import Launch
+
+# Messages from the training process, and to it. Each is a JSON object with its kind under "kind".
+LOST = "lost"  # a peer is lost, or this rank's state is damaged; the process can take part again
+READY = "ready"  # the process has left its groups and waits for the next generation
+REACHED = "reached"  # an iteration is complete
+SAVED = "saved"  # the job has saved a checkpoint
+START = "start"  # begin a generation
+RESTART = "restart"  # leave the groups: a new generation begins
+END = "end"  # there is no further generation
+MESSAGE_BYTES = 1 << 16
+DESCRIPTORS = "MEGATRON_SUPERVISED"
+"""Variable with the descriptors of a training process that was started by exec."""
+_EXIT_LOST = 75
+_PR_SET_PDEATHSIG = 1
+_CAUSE_CHARACTERS = 2000
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A period of a job during which the same processes train together.
+
+    number     0 for the first one
+    launch     this process's identity in it
+    cause      why the one before ended; "" for the first
+    outage_s   seconds from the detection of the fault to the decision on this generation
+    restarts   number of restarts so far, for each way in which a rank came back: "in-process",
+               "forked", "spare"
+    compared   whether only states may be loaded that were saved after a comparison of the weights'
+               copies
+    """
+
+    number: int
+    launch: Launch
+    cause: str = ""
+    outage_s: float = 0.0
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    compared: bool = False
+
+    def to_message(self) -> dict[str, Any]:
+        return {"kind": START, **vars(self), "launch": vars(self.launch)}
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Generation:
+        """Return the generation that `to_message` described."""
+        values = {name: message[name] for name in cls.__dataclass_fields__}
+        launch = dict(values.pop("launch"))
+        launch["notices"] = tuple(launch["notices"])
+        return cls(launch=Launch(**launch), **values)
+
+
+class Membership:
+    """The training process's end of the connection; used by its main thread.
+
+    memory      descriptor of memory that outlives this process (checkpoint/local.py)
+    abort       called, in another thread, when this process has to leave its groups
+    cause       the last fault
+    generation  the current generation, after `next`
+    began_s     time.monotonic() when it was decided
+    """
+
+    generation: Generation
+    began_s: float
+
+    def __init__(self, connection: socket.socket, memory: int) -> None:
+        self.memory = memory
+        self.abort: Callable[[], object] = lambda: None
+        self.cause = ""
+        self._connection = connection
+        self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, name="membership", daemon=True).start()
+
+    def _listen(self) -> None:
+        while data := self._connection.recv(MESSAGE_BYTES):
+            message = json.loads(data)
+            self._commands.put(message)
+            if message["kind"] in (RESTART, END):
+                self.cause = message["cause"]
+                sys.audit("megatron.parallel.leaving_groups", self.cause)
+                self.abort()
+        os._exit(_EXIT_LOST)  # the supervisor is gone, and the kernel ends this process, too
+
+    def _send(self, kind: str, **values: Any) -> None:
+        self._connection.send(json.dumps({"kind": kind, **values}).encode())
+
+    def reached(self, iteration: int) -> None:
+        """Report that a training step is complete."""
+        self._send(REACHED, iteration=iteration)
+
+    def saved(self) -> None:
+        """Report that the job has saved a checkpoint: from now on it may be requeued."""
+        self._send(SAVED)
+
+    def lost(
+        self, symptom: str, *, ranks: tuple[int, ...] = (), compared: bool = False
+    ) -> str | None:
+        """Report that this process cannot go on without a restart; wait for the decision.
+
+        symptom   what this process has seen
+        ranks     ranks whose processes must be replaced
+        compared  whether the weights' copies differ, see Generation.compared
+
+        Returns the cause of the restart; None if the job ends instead.
+        """
+        symptom = symptom[:_CAUSE_CHARACTERS]
+        self._send(LOST, symptom=symptom, ranks=list(ranks), compared=compared)
+        return self._decision()
+
+    def _decision(self) -> str | None:
+        message = self._commands.get()
+        return None if message["kind"] == END else str(message["cause"])
+
+    def announce(self, symptom: str, ranks: tuple[int, ...]) -> None:
+        """Report, from another thread than the main one, that these ranks hang.
+
+        The main thread then fails in its collective, and calls `lost`.
+        """
+        self._send(LOST, symptom=symptom[:_CAUSE_CHARACTERS], ranks=list(ranks), compared=False)
+
+    def next(self) -> Generation | None:
+        """Wait for the next generation; None if the job ends.
+
+        Call this when this process has left all groups of the one before.
+        """
+        self._send(READY)
+        while True:
+            message = self._commands.get()
+            if message["kind"] == START:
+                self.generation = Generation.from_message(message)
+                self.began_s = time.monotonic()
+                return self.generation
+            if message["kind"] == END:
+                self.cause = message["cause"]
+                return None
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(_EXIT_LOST)
+
+
+def started_by_supervisor() -> Membership | None:
+    """Return the connection of a training process that was started by exec; None in others."""
+    value = os.environ.pop(DESCRIPTORS, None)
+    if value is None:
+        return None
+    parent, connection, memory = map(int, value.split())
+    die_with(parent)
+    for descriptor in (connection, memory):
+        os.set_inheritable(descriptor, False)
+    return Membership(socket.socket(fileno=connection), memory)

@@ -1,0 +1,702 @@
+"""Restarts within the job: each process that the launcher started supervises a training process.
+
+The supervisor imports what training needs, but touches no device, and forks the training process.
+If that process dies or cannot leave a hanging collective, the supervisor forks another, which has
+everything imported. Training processes that survive leave their groups, and all meet again as the
+next generation of the job. Supervisors of spare ranks wait until they are needed. The launcher sees
+only supervisors, so it neither ends the job nor starts it anew.
+
+The supervisors share the store of the rendezvous, which that of the first task or the launcher
+serves. The first one to see a fault writes it under "failure/GENERATION"; each of the others sees
+the key, answers under "alive/...", and under "ready/..." once its training process has left its
+groups or has ended. The first task's supervisor, the leader, then decides which tasks take part in
+the next generation, and writes each one's place. If the store is lost, the job ends as it does
+without a supervisor.
+
+A supervisor has one thread, because a fork copies only the thread that calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple
+
+from megatron.errors import LaunchError
+from megatron.parallel.host_processes import bounded
+from megatron.parallel.launch import Launch
+from megatron.parallel.membership import (
+    DESCRIPTORS,
+    END,
+    LOST,
+    MESSAGE_BYTES,
+    REACHED,
+    READY,
+    RESTART,
+    SAVED,
+    Generation,
+    Membership,
+    die_with,
+)
+from megatron.parallel.store import ANSWER_S, StoreConnection, batches
+from megatron.parallel.topology import compress_ranks
+
+EXIT_LOST = 75
+_FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+_RESTARTABLE = (1, EXIT_LOST)  # exit codes after which a process may be started anew
+_WITHOUT_PROGRESS = 3  # restarts in a row after which no step was completed, before the job ends
+_BEAT_S = 2.0  # interval of the signs of life that one supervisor of each node gives
+_SILENT_S = 20.0  # a node without a sign of life for this long is lost
+_LINGER_S = 10.0  # how long the supervisor that serves the store stays for others at the end
+_TICK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on restarts.
+
+    restarts   number of restarts; after them a fault ends the job
+    spares     number of tasks, the last ones, that wait at the start
+    smaller    returns the largest number of ranks, at most the given one, with which the job can
+               continue; 0 if it cannot
+    leaving_s  seconds that a training process has to leave its groups before it is killed
+    """
+
+    restarts: int
+    spares: int = 0
+    smaller: Callable[[int], int] = lambda available: 0
+    leaving_s: float = 20.0
+
+
+class Task(NamedTuple):
+    """A task of the launcher, as it answers after a fault.
+
+    number   the launcher's number
+    node     its host
+    rank     its rank in the generation that ended; None for a spare
+    process  whether its training process survived
+    reached  the last iteration that it completed
+    """
+
+    number: int
+    node: str
+    rank: int | None
+    process: bool
+    reached: int = 0
+
+
+def places(tasks: Sequence[Task], size: int) -> dict[int, int]:
+    """Return the rank of each task that takes part in the next generation of `size` ranks.
+
+    A task that had a rank keeps it if the size stays the same. The ranks of lost tasks go to
+    spares, those of one node to spares of one node as far as possible. If there are fewer ranks
+    than before, tasks on complete nodes take part first, in the order of their old ranks.
+    """
+    of_node = Counter(task.node for task in tasks if task.rank is not None)
+    active = [task for task in tasks if task.rank is not None]
+    spares = [task for task in tasks if task.rank is None]
+    kept = {task.number: task.rank for task in active if task.rank is not None and task.rank < size}
+    missing = sorted(set(range(size)) - set(kept.values()))
+    if len(missing) <= len(spares) and len(active) <= size:
+        free = Counter(task.node for task in spares)
+        spares.sort(key=lambda task: (-free[task.node], task.node, task.number))
+        return kept | {task.number: rank for task, rank in zip(spares, missing, strict=False)}
+    full = max(of_node.values(), default=0)
+    ordered = sorted(
+        tasks,
+        key=lambda task: (
+            task.rank is None,
+            of_node[task.node] < full,
+            task.number if task.rank is None else task.rank,
+        ),
+    )[:size]
+    ordered.sort(key=lambda task: (task.rank is None, task.rank or 0, task.number))
+    return {task.number: rank for rank, task in enumerate(ordered)}
+
+
+@dataclass(eq=False)
+class _Child:
+    """A training process: its ID, this end of the connection to it, and whether it has left."""
+
+    pid: int
+    connection: socket.socket
+    left: bool = False
+    code: int | None = None
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # it has died
+            self.connection.send(json.dumps(message).encode())
+
+    def messages(self, timeout_s: float) -> list[dict[str, Any]]:
+        """Return what the process has sent; waits up to `timeout_s` for something."""
+        received = list[dict[str, Any]]()
+        while select.select([self.connection], [], [], 0.0 if received else timeout_s)[0]:
+            try:
+                data = self.connection.recv(MESSAGE_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                if not received:
+                    time.sleep(timeout_s)  # it is dying
+                break
+            received.append(json.loads(data))
+        return received
+
+    def ended(self) -> bool:
+        """Return whether the process has ended; sets `code`, negative after a signal."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+        return self.code is not None
+
+    def kill(self, wait_s: float = ANSWER_S) -> bool:
+        """Kill the process; return whether it has ended. A process may be stuck in a driver."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        deadline = time.monotonic() + wait_s
+        while not self.ended() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self.ended()
+
+
+@dataclass(eq=False)
+class Supervisor:
+    """The supervisor of one task.
+
+    launch   the launcher's identity of this process, whose world size includes the spares
+    timeout  time limit for all supervisors to arrive, and for requests to the store
+    limits   limits on restarts
+    work     trains in the forked process, given its Membership; returns the exit code
+    on_end   called by one supervisor when the job ends by a fault, with whether the job has saved
+             a checkpoint
+    say      prints a line
+    """
+
+    launch: Launch
+    timeout: timedelta
+    limits: Limits
+    work: Callable[[Membership], int]
+    on_end: Callable[[bool], object] = lambda saved: None
+    say: Callable[[str], object] = lambda line: print(line, file=sys.stderr, flush=True)
+    _signal: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.store = StoreConnection(self.launch, self.timeout)
+        self.leads = self.launch.task == 0
+        self._memory = os.memfd_create("megatron-state")
+        self._child: _Child | None = None
+        self._generation = 0
+        self._rank: int | None = None
+        self._reached = 0
+        self._saved = False
+        self._failure: dict[str, Any] | None = None
+        self._failed_at = 0.0
+        self._alive = False
+        self._ready = False
+        self._symptom: tuple[float, dict[str, Any]] | None = None
+        self._beat_at = 0.0
+        # of the leader
+        self._best = 0
+        self._futile = 0
+        self._used = Counter[str]()
+        self._restarts = 0
+        self._lost: set[int] = set()
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._beats_at = 0.0
+
+    # -- the store ---------------------------------------------------------------------------------
+
+    def _ask(self, function: Callable[[], Any]) -> Any:
+        """Return the result of a request to the store. Raises _StoreLost."""
+        try:
+            return bounded(function, ANSWER_S + self.store.pause_s)
+        except (RuntimeError, LaunchError) as error:
+            raise _StoreLostError(str(error).splitlines()[0]) from error
+
+    def _count(self, key: str, more: int = 0) -> int:
+        """Add to the counter `key`, which may be new, and return it."""
+        return int(self._ask(lambda: self.store.store.add(key, more)))
+
+    def _set(self, key: str, value: Any) -> None:
+        self._ask(lambda: self.store.store.set(key, json.dumps(value)))
+
+    def _get(self, key: str) -> Any:
+        """Return the value of a key; None if it does not exist."""
+        store = self.store.store
+        return self._ask(lambda: json.loads(store.get(key)) if store.check([key]) else None)
+
+    # -- the life of a job -------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Supervise until the job ends; return this task's exit code."""
+        self.store.open()
+        before = {
+            number: signal.signal(number, self._note)
+            for number in _FORWARDED
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        try:
+            self._begin()
+            while True:
+                code = self._tick()
+                if code is not None:
+                    return code
+        except _StoreLostError as error:
+            return self._without_store(str(error))
+        finally:
+            if self._child is not None and not self._child.ended():
+                self._child.kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        if self._child is not None and self._child.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._child.pid, number)
+
+    def _begin(self) -> None:
+        """Start the first generation, whose ranks are those of the launcher."""
+        launch = self.launch
+        size = launch.world_size - self.limits.spares
+        if self._is_beating:
+            self._count(f"beat/{launch.task}", 1)
+        if launch.rank >= size:
+            return
+        local = min(launch.local_world_size, size - (launch.rank - launch.local_rank))
+        self._start(Generation(0, self._identity(0, launch.rank, size, local)))
+
+    def _identity(self, generation: int, rank: int, size: int, local_size: int) -> Launch:
+        """Return the identity of this task's training process in a generation."""
+        served = self.launch.world_size > 1 or self.launch.store_served
+        return replace(
+            self.launch,
+            rank=rank,
+            task=rank,
+            world_size=size,
+            local_world_size=local_size,
+            master_addr=self.store.launch.store_host,
+            master_port=self._port,
+            store_served=served,
+            job=f"{self.launch.job}.{generation}" if generation else self.launch.job,
+        )
+
+    @property
+    def _port(self) -> int:
+        return self.launch.master_port
+
+    @property
+    def _is_beating(self) -> bool:
+        return self.launch.local_rank == 0 and self.launch.world_size > 1
+
+    def _start(self, generation: Generation) -> None:
+        """Tell the training process to begin a generation; fork one if there is none."""
+        self._generation = generation.number
+        self._rank = generation.launch.rank
+        self._failure = None
+        self._alive = self._ready = False
+        self._symptom = None
+        if self._child is None or self._child.ended():
+            self._child = self._fork()
+        self._child.left = False
+        self._child.send(generation.to_message())
+        if self._signal:
+            os.kill(self._child.pid, self._signal)
+
+    def _fork(self) -> _Child:
+        """Start a training process that inherits everything that is imported here."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        if device_is_open():
+            return _Child(self._exec(theirs), ours)
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            theirs.close()
+            return _Child(pid, ours)
+        try:
+            die_with(parent)
+            ours.close()
+            for number in _FORWARDED:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, signal.SIG_DFL)
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            code = self.work(Membership(theirs, self._memory))
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            code = 1
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+        # No destructor of the supervisor's objects may run here, such as that of the store.
+        os._exit(code)
+
+    def _exec(self, theirs: socket.socket) -> int:
+        """Start a training process anew: libraries have opened a device here, which no fork survives."""
+        descriptors = (theirs.fileno(), self._memory)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, True)
+        environ = {**os.environ, DESCRIPTORS: f"{os.getpid()} {theirs.fileno()} {self._memory}"}
+        pid = os.posix_spawn(sys.executable, sys.orig_argv, environ)
+        theirs.close()
+        return pid
+
+    # -- between faults ----------------------------------------------------------------------------
+
+    def _tick(self) -> int | None:
+        """Handle what has happened; return the exit code if the job has ended for this task."""
+        self._listen()
+        if self._is_beating and time.monotonic() - self._beat_at >= _BEAT_S:
+            self._beat_at = time.monotonic()
+            self._count(f"beat/{self.launch.task}", 1)
+        if self._failure is None and (code := self._watch()) is not None:
+            return code
+        if self._failure is not None:
+            return self._recover()
+        return None
+
+    def _listen(self) -> None:
+        """Receive the training process's messages, or wait for a tick."""
+        if self._child is None or self._child.code is not None:
+            time.sleep(min(_TICK_S, self.store.pause_s))
+            return
+        for message in self._child.messages(_TICK_S):
+            kind = message["kind"]
+            if kind == REACHED:
+                self._reached = max(self._reached, message["iteration"])
+            elif kind == SAVED:
+                self._saved = True
+            elif kind == READY:
+                self._child.left = True
+            elif kind == LOST and self._symptom is None:
+                # Another supervisor may know more: its process has died.
+                patience = 0.0 if message["ranks"] or message["compared"] else ANSWER_S
+                self._symptom = (time.monotonic() + patience, message)
+
+    def _watch(self) -> int | None:
+        """Look for faults and for the end of the job."""
+        child = self._child
+        if child is not None and child.ended():
+            if child.code == 0:
+                return self._done()
+            self._report_death(child)
+        if self._failure is None and self._symptom is not None:
+            at, message = self._symptom
+            if time.monotonic() >= at:
+                cause = f"rank {self._rank} ({self.launch.node}): {message['symptom']}"
+                self._fail(cause, ranks=message["ranks"], compared=message["compared"])
+        if self._failure is None:
+            self._look()
+        if self._failure is None and self.leads:
+            self._look_for_silent_nodes()
+        if self._failure is None and child is None and self._get("finished") is not None:
+            self._count("departed", 1)
+            return 0
+        return None
+
+    def _report_death(self, child: _Child) -> None:
+        code = child.code or 0
+        how = f"exit code {code}"
+        if code < 0:
+            how = f"signal {-code} ({signal.Signals(-code).name})"
+        ends = code > 0 and code not in _RESTARTABLE
+        ends = ends or self._count(self._key("done")) > 0
+        where = f"rank {self._rank} ({self.launch.node}, process {child.pid})"
+        self._fail(f"{where} ended with {how}", final=ends)
+
+    def _fail(
+        self, cause: str, final: bool = False, ranks: Sequence[int] = (), compared: bool = False
+    ) -> None:
+        """Report a fault to all supervisors, unless another one has been reported."""
+        failure = {"cause": cause, "final": final, "ranks": list(ranks), "compared": compared}
+        text = json.dumps(failure)
+        store = self.store.store
+        self._ask(lambda: store.compare_set(self._key("failure"), "", text))
+        self._look()
+
+    def _key(self, kind: str, task: int | None = None) -> str:
+        key = f"{kind}/{self._generation}"
+        return key if task is None else f"{key}/{task}"
+
+    def _look(self) -> None:
+        """Look for a fault that a supervisor has reported."""
+        self._failure = self._get(self._key("failure"))
+        if self._failure is None:
+            return
+        self._failed_at = time.monotonic()
+        sys.audit("megatron.parallel.fault", self._generation, self._failure["cause"])
+        kind = END if self._failure["final"] else RESTART
+        if self._child is not None and not self._child.ended():
+            if self._rank in self._failure["ranks"]:
+                self._child.kill()
+            else:
+                self._child.send({"kind": kind, "cause": self._failure["cause"]})
+
+    def _look_for_silent_nodes(self) -> None:
+        """Report nodes that have given no sign of life for _SILENT_S."""
+        now = time.monotonic()
+        if now - self._beats_at < _BEAT_S or self.launch.world_size == 1:
+            return
+        self._beats_at = now
+        if not self._beats:
+            tasks = range(self.launch.world_size)
+            keys = [f"beat/{task}" for task in tasks]
+            known = [task for task, key in zip(tasks, keys, strict=True) if self._has(key)]
+            self._beats = dict.fromkeys(known, (0, now))
+        watched = [task for task in self._beats if task not in self._lost]
+        counts = [self._count(f"beat/{task}") for task in watched]
+        for task, count in zip(watched, counts, strict=True):
+            last, at = self._beats[task]
+            if count != last:
+                self._beats[task] = (count, now)
+            elif now - at > _SILENT_S:
+                self._fail(
+                    f"the node of task {task} has given no sign of life for {now - at:.0f} s"
+                )
+                return
+
+    def _has(self, key: str) -> bool:
+        return bool(self._ask(lambda: self.store.store.check([key])))
+
+    def _done(self) -> int:
+        """Take note that this task's training process has ended well; return its exit code."""
+        store = self.store.store
+        with contextlib.suppress(_StoreLostError):
+            size = self._count(self._key("done"), 1)
+            if self.leads:
+                deadline = time.monotonic() + _LINGER_S
+                expected = self.launch.world_size - len(self._lost)
+                self._set("finished", True)
+                while size < expected and time.monotonic() < deadline:
+                    time.sleep(_TICK_S)
+                    size = self._count(self._key("done")) + self._ask(
+                        lambda: store.add("departed", 0)
+                    )
+        return 0
+
+    # -- after a fault -----------------------------------------------------------------------------
+
+    def _recover(self) -> int | None:
+        """Bring this task to the next generation; return the exit code if there is none."""
+        failure = self._failure
+        assert failure is not None, "a fault has been reported"
+        child = self._child
+        number = self._generation + 1
+        waited_s = time.monotonic() - self._failed_at
+        if failure["final"]:
+            return self._finish(failure["cause"])
+        if not self._alive:
+            self._alive = True
+            self._set(f"alive/{number}/{self.launch.task}", True)
+        if not self._ready:
+            survives = child is not None and not child.ended()
+            if survives and child is not None and not child.left:
+                if waited_s < self.limits.leaving_s:
+                    return None
+                if not child.kill():
+                    self.say(
+                        f" task {self.launch.task} ({self.launch.node}): process {child.pid} cannot "
+                        "be killed: this task leaves the job"
+                    )
+                    return EXIT_LOST
+                survives = False
+            self._ready = True
+            mine = Task(self.launch.task, self.launch.node, self._rank, survives, self._reached)
+            self._set(f"ready/{number}/{self.launch.task}", [*mine, self._saved])
+        if self.leads and self._get(f"generation/{number}") is None:
+            self._lead(number, waited_s)
+        decision = self._get(f"generation/{number}")
+        if decision is None:
+            if waited_s > self.limits.leaving_s + self.timeout.total_seconds():
+                raise _StoreLostError("the leader has not decided on the next generation")
+            return None
+        return self._follow(number, decision)
+
+    def _lead(self, number: int, waited_s: float) -> None:
+        """Decide on the next generation, once all tasks that live are ready."""
+        tasks = [task for task in range(self.launch.world_size) if task not in self._lost]
+        ready = self._present(f"ready/{number}", tasks)
+        if len(ready) < len(tasks):
+            late = set(tasks) - set(ready)
+            alive = set(self._present(f"alive/{number}", sorted(late)))
+            answer_s = ANSWER_S + self.store.pause_s
+            if waited_s < answer_s or (alive and waited_s < self.limits.leaving_s + 2 * answer_s):
+                return
+        answers = self._ask(lambda: self.store.values([f"ready/{number}/{task}" for task in ready]))
+        values = [json.loads(answer) for answer in answers]
+        self._saved = any(value[-1] for value in values)
+        self._lost |= set(tasks) - set(ready)
+        self._decide(number, [Task(*value[:-1]) for value in values])
+
+    def _present(self, kind: str, tasks: Sequence[int]) -> list[int]:
+        """Return the tasks that have a key of this kind."""
+        keys = [f"{kind}/{task}" for task in tasks]
+        store = self.store.store
+        if self._ask(lambda: all(store.check(some) for some in batches(keys))):
+            return list(tasks)
+        return [task for task, key in zip(tasks, keys, strict=True) if self._has(key)]
+
+    def _decide(self, number: int, tasks: Sequence[Task]) -> None:
+        """Write the places of the tasks in the next generation, or that there is none."""
+        assert self._failure is not None, "a fault has been reported"
+        cause = self._failure["cause"]
+        best = max((task.reached for task in tasks), default=0)
+        self._futile = 0 if best > self._best else self._futile + 1
+        self._best = max(best, self._best)
+        size = self.launch.world_size - self.limits.spares
+        if len(tasks) < size:
+            size = self.limits.smaller(len(tasks))
+        problem = ""
+        if self._restarts >= self.limits.restarts:
+            problem = f"all {self.limits.restarts} restarts of --max-restarts are used"
+        elif self._futile >= _WITHOUT_PROGRESS:
+            problem = f"no step was completed after {_WITHOUT_PROGRESS} restarts in a row"
+        elif not size:
+            problem = (
+                f"{len(tasks)} processes are left, too few to continue (--spare-ranks, --min-ranks)"
+            )
+        if problem:
+            self._set(f"generation/{number}", {"end": f"{cause}; {problem}"})
+            return
+        self._restarts += 1
+        of_task = places(tasks, size)
+        known = {task.number: task for task in tasks}
+        for task in of_task:
+            way = "in-process" if known[task].process else "forked"
+            self._used["spare" if known[task].rank is None else way] += 1
+        local = Counter(known[task].node for task in of_task)
+        for some in batches(list(of_task)):
+            self._ask(
+                partial(
+                    self._write_places,
+                    number,
+                    {task: (of_task[task], local[known[task].node]) for task in some},
+                )
+            )
+        missing = compress_ranks(self._lost)
+        gone = f"; task {missing} left the job" if missing else ""
+        self._set(
+            f"generation/{number}",
+            {
+                "size": size,
+                "cause": f"{cause}{gone}",
+                "outage_s": time.monotonic() - self._failed_at,
+                "restarts": dict(self._used),
+                "compared": self._failure["compared"],
+            },
+        )
+
+    def _write_places(self, number: int, places: Mapping[int, tuple[int, int]]) -> None:
+        """Write the rank of tasks, and the number of ranks on their node."""
+        keys = [f"place/{number}/{task}" for task in places]
+        values = [json.dumps(place) for place in places.values()]
+        self.store.store.multi_set(keys, values)  # type: ignore[attr-defined]
+
+    def _follow(self, number: int, decision: Mapping[str, Any]) -> int | None:
+        """Take this task's place in the next generation; return the exit code if there is none."""
+        if "end" in decision:
+            self._failure = {"cause": decision["end"], "final": True}
+            return self._finish(decision["end"])
+        place = self._get(f"place/{number}/{self.launch.task}")
+        if place is None:  # a spare
+            self._generation = number
+            self._rank = None
+            self._failure = None
+            self._alive = self._ready = False
+            self._symptom = None
+            return None
+        rank, local_size = place
+        self._start(
+            Generation(
+                number,
+                self._identity(number, rank, decision["size"], local_size),
+                decision["cause"],
+                decision["outage_s"],
+                decision["restarts"],
+                decision["compared"],
+            )
+        )
+        return None
+
+    def _finish(self, cause: str) -> int:
+        """End this task after a fault without a restart; return the exit code."""
+        child = self._child
+        code = EXIT_LOST
+        if child is not None:
+            child.send({"kind": END, "cause": cause})
+            deadline = time.monotonic() + self.limits.leaving_s + 4 * ANSWER_S
+            while not child.ended() and time.monotonic() < deadline:
+                self._listen()
+            if not child.ended():
+                child.kill()
+            code = child.code or 0
+            code = 128 - code if code < 0 else code
+        if self.leads:
+            self.say(f" the job ends: {cause}")
+            self.on_end(self._saved)
+            self._linger()
+        with contextlib.suppress(_StoreLostError):
+            self._count("departed", 1)
+        return code
+
+    def _linger(self) -> None:
+        """Serve the store until the other supervisors have seen the end."""
+        deadline = time.monotonic() + _LINGER_S
+        expected = self.launch.world_size - 1 - len(self._lost)
+        with contextlib.suppress(_StoreLostError):
+            while time.monotonic() < deadline and expected > self._ask(
+                lambda: self.store.store.add("departed", 0)
+            ):
+                time.sleep(_TICK_S)
+
+    def _without_store(self, reason: str) -> int:
+        """End this task after the loss of the store; return the exit code."""
+        child = self._child
+        if child is not None and child.ended() and child.code == 0:
+            return 0
+        cause = f"the store of the job is lost ({reason})"
+        if child is not None and not child.ended():
+            child.send({"kind": END, "cause": cause})
+            deadline = time.monotonic() + self.limits.leaving_s + 4 * ANSWER_S
+            while not child.ended() and time.monotonic() < deadline:
+                time.sleep(_TICK_S)
+        if child is not None and child.code == 0:
+            return 0
+        if self.launch.local_rank == 0:
+            # The first node left requeues the job, whose end stops the others before their turn.
+            node = self.launch.task // max(self.launch.local_world_size, 1)
+            time.sleep(min(node, 60))
+            self.say(f" the job ends: {cause}")
+            self.on_end(self._saved)
+        return EXIT_LOST
+
+
+class _StoreLostError(Exception):
+    """The store does not answer: the process that serves it, or its node, is lost."""
+
+
+def device_is_open() -> bool:
+    """Return whether this process has opened a GPU, which a forked process could not use."""
+    for link in glob.glob("/proc/self/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(link).startswith(("/dev/kfd", "/dev/nvidia", "/dev/dri/")):
+                return True
+    return False

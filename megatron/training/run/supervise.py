@@ -1,0 +1,87 @@
+"""The supervisor of a training process: what it imports beforehand, and when the job may shrink."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+from megatron.config import Config
+from megatron.engine.deepspeed_engine import import_deepspeed
+from megatron.errors import ConfigError
+from megatron.parallel.launch import Launch
+from megatron.parallel.membership import Membership
+from megatron.parallel.supervisor import Limits, Supervisor
+from megatron.training.run.process import run_guarded
+from megatron.training.run.stopping import requeue
+
+_DEVICES = ("/dev/kfd", "/dev/nvidia0")  # of ROCm's and of CUDA's driver
+
+
+def supervise(
+    config: Config,
+    launch: Launch,
+    generations: Callable[[Membership], object],
+    resized: Callable[[int], Config] | None = None,
+) -> int:
+    """Supervise a training process until the job ends; return the exit code.
+
+    generations  trains in the forked process, in all generations of the job
+    resized      returns the configuration for another number of ranks, or raises ConfigError
+    """
+    import_for_training(config)
+    training = config.training
+    ranks = [launch.rank]
+
+    def work(membership: Membership) -> int:
+        return run_guarded(lambda: generations(membership), lambda: ranks[-1])
+
+    def on_end(saved: bool) -> None:
+        say = partial(print, file=sys.stderr, flush=True)
+        if training.requeue and saved:
+            requeue(os.environ, say)
+        elif training.requeue:
+            say(" note: the job is not requeued: it has not saved a checkpoint since it began")
+
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    smaller = partial(smaller_world, config, resized)
+    limits = Limits(training.max_restarts, training.spare_ranks, smaller)
+    return Supervisor(launch, timeout, limits, work, on_end).run()
+
+
+def import_for_training(config: Config) -> None:
+    """Import what a training process needs, so that one that is forked later starts at once.
+
+    No device is opened: a forked process could not use it.
+    """
+    gloo = config.parallel.distributed_backend == "gloo"
+    on_cpu = gloo or not any(Path(path).exists() for path in _DEVICES)
+    if not on_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cuda")  # DeepSpeed would look for devices
+    import_deepspeed("cpu" if on_cpu else "cuda")
+    import megatron.checkpoint.load
+    import megatron.checkpoint.save
+    import megatron.training.run.setup  # noqa: F401
+
+
+def smaller_world(config: Config, resized: Callable[[int], Config] | None, available: int) -> int:
+    """Return the largest number of ranks, at most `available`, that keeps the global batch.
+
+    Ranks leave in whole data-parallel replicas. Returns 0 if there is no such number, or if
+    --min-ranks does not allow it.
+    """
+    world = config.parallel.world_size
+    least = config.training.min_ranks or world
+    replica = world // config.parallel.data_parallel_size
+    if resized is None:
+        return 0
+    for size in range(available - available % replica, max(least, 1) - 1, -replica):
+        try:
+            if resized(size).batch.global_batch_size == config.batch.global_batch_size:
+                return size
+        except ConfigError:
+            continue
+    return 0
