@@ -6,10 +6,11 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from types import FrameType
@@ -35,7 +36,7 @@ _STATES = {
 _LIBRARY_THREADS = ("bounded", "rendezvous", "watchdog")  # omitted from stacks
 
 
-# -- time limits and stacks of this process ------------------------------------------------------
+# -- time limits, connections and stacks of this process ------------------------------------------------------
 
 
 def bounded(
@@ -68,6 +69,27 @@ def bounded(
             raise LaunchError(f"{failure}: another rank failed")
         raise LaunchError(f"{failure} within {seconds:g} s")
     return outcome.result()
+
+
+def sockets() -> dict[int, int]:
+    """Return {inode: descriptor} of this process's sockets."""
+    descriptors = dict[int, int]()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            kind, _, inode = os.readlink(f"/proc/self/fd/{name}").partition(":")
+            if kind == "socket":
+                descriptors[int(inode.strip("[]"))] = int(name)
+    return descriptors
+
+
+def shut_down(inodes: Set[int]) -> None:
+    """Shut down the TCP connections with these inodes, so that reads and writes on them fail."""
+    for inode, descriptor in sockets().items():
+        if inode in inodes:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+                listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if one.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+                    one.shutdown(socket.SHUT_RDWR)
 
 
 def python_stacks(limit: int) -> str:

@@ -8,6 +8,7 @@ generation of the job has, and which one it is itself.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import queue
@@ -88,6 +89,7 @@ class Membership:
         self.memory = memory
         self.abort: Callable[[], object] = lambda: None
         self.cause = ""
+        self._left = -1  # the number of the last generation
         self._connection = connection
         self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="membership", daemon=True).start()
@@ -144,11 +146,13 @@ class Membership:
 
         Call this when this process has left all groups of the one before.
         """
-        self._send(READY)
+        gc.collect()  # the parts of a run refer to each other, and hold device memory and groups
+        self._send(READY, generation=self._left)
         while True:
             message = self._commands.get()
             if message["kind"] == START:
                 self.generation = Generation.from_message(message)
+                self._left = self.generation.number
                 self.began_s = time.monotonic()
                 return self.generation
             if message["kind"] == END:

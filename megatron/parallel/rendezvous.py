@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
@@ -40,7 +40,7 @@ from megatron.config.duration import show_duration
 from megatron.errors import LaunchError, LostRankError
 from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightFile, FlightRecorder, FlightState
-from megatron.parallel.host_processes import bounded, process_start
+from megatron.parallel.host_processes import bounded, process_start, shut_down, sockets
 from megatron.parallel.launch import Launch, select_device
 from megatron.parallel.process_descriptions import (
     Alike,
@@ -65,7 +65,7 @@ from megatron.parallel.store import (
     raise_file_limit,
     without_dns,
 )
-from megatron.parallel.topology import compress_ranks
+from megatron.parallel.topology import Topology, compress_ranks
 
 AS_LAUNCHED = RankMapping()
 # the source path with which gloo was compiled, which does not help users
@@ -145,6 +145,8 @@ class Rendezvous(StoreConnection):
         self._listener: threading.Thread | None = None
         self._variables = contextlib.ExitStack()  # variables set until the end
         self._explained: LaunchError | None = None
+        self._before: Set[int] = set()
+        self._connections = set[int]()  # of the groups
         self._alarm: Future[None] = Future()  # done after a roll call, or if the store is gone
 
     @property
@@ -327,6 +329,7 @@ class Rendezvous(StoreConnection):
 
     def _initialise(self) -> None:
         """Start torch.distributed."""
+        self._before = sockets().keys()
         launch = self.launch
         on_device = self.device.type == "cuda"
         variables = dict[str, str]()
@@ -374,6 +377,20 @@ class Rendezvous(StoreConnection):
             except (RuntimeError, LaunchError):
                 self._store_lost = True
         return None
+
+    def abort(self, topology: Topology) -> None:
+        """Make this rank's calls fail that wait for others, from another thread.
+
+        gloo's `abort` leaves a waiting call as it is, but the call fails when its connections are
+        shut down.
+        """
+        shut_down(sockets().keys() & self._connections)
+        if self.device.type == "cuda":
+            topology.abort()
+
+    def connected(self) -> None:
+        """Note that all groups are connected."""
+        self._connections |= sockets().keys() - self._before
 
     # -- failures --------------------------------------------------------------------------------
 

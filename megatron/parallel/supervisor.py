@@ -129,11 +129,11 @@ def places(tasks: Sequence[Task], size: int) -> dict[int, int]:
 
 @dataclass(eq=False)
 class _Child:
-    """A training process: its ID, this end of the connection to it, and whether it has left."""
+    """A training process: its ID, this end of the connection, and the last generation it has left."""
 
     pid: int
     connection: socket.socket
-    left: bool = False
+    left: int = -1
     code: int | None = None
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -312,7 +312,6 @@ class Supervisor:
         self._symptom = None
         if self._child is None or self._child.ended():
             self._child = self._fork()
-        self._child.left = False
         self._child.send(generation.to_message())
         if self._signal:
             os.kill(self._child.pid, self._signal)
@@ -385,7 +384,7 @@ class Supervisor:
             elif kind == SAVED:
                 self._saved = True
             elif kind == READY:
-                self._child.left = True
+                self._child.left = message["generation"]
             elif kind == LOST and self._symptom is None:
                 # Another supervisor may know more: its process has died.
                 patience = 0.0 if message["ranks"] or message["compared"] else ANSWER_S
@@ -508,7 +507,7 @@ class Supervisor:
             self._set(f"alive/{number}/{self.launch.task}", True)
         if not self._ready:
             survives = child is not None and not child.ended()
-            if survives and child is not None and not child.left:
+            if survives and child is not None and child.left < self._generation:
                 if waited_s < self.limits.leaving_s:
                     return None
                 if not child.kill():

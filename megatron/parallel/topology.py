@@ -260,13 +260,7 @@ class Topology:
         return list(groups.values())
 
     def abort(self) -> None:
-        """Make calls fail that wait in a communicator of NCCL or RCCL; not run on several GPUs.
-
-        gloo has no such call (its `abort` leaves a waiting call as it is): there a call fails when
-        its peers close their groups or end.
-        """
-        if self.device.type != "cuda":
-            return
+        """Make calls that wait in a communicator of NCCL or RCCL fail; not run on several GPUs."""
         for group in (*self.groups, *self.pipeline.pairs.values()):
             with contextlib.suppress(AttributeError, RuntimeError):
                 if group.handle is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import itertools
 import os
 import re
@@ -129,9 +128,8 @@ def run_training(
     machine; without it only --rank-order and --device-order have an effect. `membership` is this
     process's in a job with restarts; returns False if such a job will restart after a fault.
     """
-    if membership is not None and membership.generation.number:
-        gc.collect()  # the generation before: its model and engine refer to each other
-        torch.cuda.empty_cache()
+    if membership is not None:
+        torch.cuda.empty_cache()  # blocks of the generation before
     save = config.checkpoint.save
     claim = FolderClaim(Path(save), f"--save {save}") if save else None
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
@@ -165,7 +163,8 @@ def run_training(
             ]
         topology = connect_groups(config, rendezvous, timeout, ranks.mapping)
         if membership is not None:
-            membership.abort = topology.abort
+            rendezvous.connected()
+            membership.abort = partial(rendezvous.abort, topology)
         if claim is not None:
             decided_by_first(topology, partial(claim.take, partial(print, flush=True)))
         watchdog = build_watchdog(config, topology, rendezvous)
