@@ -61,6 +61,7 @@ _WITHOUT_PROGRESS = 3  # restarts in a row after which no step was completed, be
 _BEAT_S = 2.0  # interval of the signs of life that one supervisor of each node gives
 _SILENT_S = 20.0  # a node without a sign of life for this long is lost
 _LINGER_S = 10.0  # how long the supervisor that serves the store stays for others at the end
+_PATIENCE_S = 1.0  # how long a supervisor waits for another one that knows the cause of a fault
 _TICK_S = 0.05
 
 
@@ -387,7 +388,7 @@ class Supervisor:
                 self._child.left = message["generation"]
             elif kind == LOST and self._symptom is None:
                 # Another supervisor may know more: its process has died.
-                patience = 0.0 if message["ranks"] or message["compared"] else ANSWER_S
+                patience = 0.0 if message["ranks"] or message["compared"] else _PATIENCE_S
                 self._symptom = (time.monotonic() + patience, message)
 
     def _watch(self) -> int | None:

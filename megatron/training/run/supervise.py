@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -33,6 +34,8 @@ def supervise(
     resized      returns the configuration for another number of ranks, or raises ConfigError
     """
     import_for_training(config)
+    gc.collect()
+    gc.freeze()  # collections in forked processes leave the pages of these objects shared
     training = config.training
     ranks = [launch.rank]
 
