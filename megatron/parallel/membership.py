@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from megatron.parallel.launch import Launch
 # Messages from the training process, and to it. Each is a JSON object with its kind under "kind".
 LOST = "lost"  # a peer is lost, or this rank's state is damaged; the process can take part again
 READY = "ready"  # the process has left its groups and waits for the next generation
+RANKED = "ranked"  # the process has its rank, which may differ from its task's number
 REACHED = "reached"  # an iteration is complete
 SAVED = "saved"  # the job has saved a checkpoint
 START = "start"  # begin a generation
@@ -115,31 +116,38 @@ class Membership:
         """Report that the job has saved a checkpoint: from now on it may be requeued."""
         self._send(SAVED)
 
-    def lost(
-        self, symptom: str, *, ranks: tuple[int, ...] = (), compared: bool = False
-    ) -> str | None:
+    def ranked(self, rank: int) -> None:
+        """Report this process's rank in the current generation."""
+        self._send(RANKED, rank=rank)
+
+    def lost(self, symptom: str, *, compared: bool = False) -> bool:
         """Report that this process cannot go on without a restart; wait for the decision.
 
         symptom   what this process has seen
-        ranks     ranks whose processes must be replaced
-        compared  whether the weights' copies differ, see Generation.compared
+        compared  whether copies of the weights differ, see Generation.compared
 
-        Returns the cause of the restart; None if the job ends instead.
+        Returns whether the job restarts.
         """
-        symptom = symptom[:_CAUSE_CHARACTERS]
-        self._send(LOST, symptom=symptom, ranks=list(ranks), compared=compared)
-        return self._decision()
+        self.announce(symptom, compared=compared)
+        return str(self._commands.get()["kind"]) != END
 
-    def _decision(self) -> str | None:
-        message = self._commands.get()
-        return None if message["kind"] == END else str(message["cause"])
+    def announce(
+        self,
+        symptom: str,
+        tasks: Sequence[int] = (),
+        *,
+        compared: bool = False,
+        replace: bool = False,
+    ) -> None:
+        """Report a fault without waiting, from any thread.
 
-    def announce(self, symptom: str, ranks: tuple[int, ...]) -> None:
-        """Report, from another thread than the main one, that these ranks hang.
+        The main thread then fails in its next collective, and calls `lost`.
 
-        The main thread then fails in its collective, and calls `lost`.
+        tasks    numbers in the current generation of the tasks whose processes are to be ended
+        replace  whether spares should take the place of their nodes
         """
-        self._send(LOST, symptom=symptom[:_CAUSE_CHARACTERS], ranks=list(ranks), compared=False)
+        text = symptom[:_CAUSE_CHARACTERS]
+        self._send(LOST, symptom=text, ranks=list(tasks), compared=compared, replace=replace)
 
     def next(self) -> Generation | None:
         """Wait for the next generation; None if the job ends.

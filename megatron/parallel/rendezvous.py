@@ -160,6 +160,12 @@ class Rendezvous(StoreConnection):
         locations: list[str] = json.loads(self.store.get("places"))
         return locations
 
+    @functools.cached_property
+    def tasks(self) -> list[int]:
+        """The task of every rank, in rank order."""
+        tasks: list[int] = json.loads(self.store.get("tasks"))
+        return tasks
+
     def join(self) -> Self:
         """Meet all other ranks, take the rank that `mapping` gives and start torch.distributed.
 
@@ -459,7 +465,7 @@ class Rendezvous(StoreConnection):
         dead = self.ranks_without("answer", _SHOWN)
         self._absentees = len(dead)
         if dead:
-            tasks = json.loads(self.store.get("tasks"))
+            tasks = self.tasks
             where = [
                 self.locations[r] + (f", task {tasks[r]}" if tasks[r] != r else "") for r in dead
             ]

@@ -43,6 +43,7 @@ from megatron.parallel.membership import (
     END,
     LOST,
     MESSAGE_BYTES,
+    RANKED,
     REACHED,
     READY,
     RESTART,
@@ -57,10 +58,12 @@ from megatron.parallel.topology import compress_ranks
 EXIT_LOST = 75
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 _RESTARTABLE = (1, EXIT_LOST)  # exit codes after which a process may be started anew
+_FAULTS = 2  # faults of a node after which spares take its place
 _WITHOUT_PROGRESS = 3  # restarts in a row after which no step was completed, before the job ends
 _BEAT_S = 2.0  # interval of the signs of life that one supervisor of each node gives
 _SILENT_S = 20.0  # a node without a sign of life for this long is lost
 _LINGER_S = 10.0  # how long the supervisor that serves the store stays for others at the end
+_OF_SYMPTOM = ("ranks", "compared", "replace")  # fields of a symptom that describe the fault
 _PATIENCE_S = 1.0  # how long a supervisor waits for another one that knows the cause of a fault
 _TICK_S = 0.05
 
@@ -201,7 +204,10 @@ class Supervisor:
         self._memory = os.memfd_create("megatron-state")
         self._child: _Child | None = None
         self._generation = 0
+        # This task's number in the generation, from which its training process's rank may differ.
         self._rank: int | None = None
+        self._shown: int | None = None  # that rank
+        self._size = 0
         self._reached = 0
         self._saved = False
         self._failure: dict[str, Any] | None = None
@@ -216,6 +222,7 @@ class Supervisor:
         self._used = Counter[str]()
         self._restarts = 0
         self._lost: set[int] = set()
+        self._faults = Counter[str]()  # of each node
         self._beats: dict[int, tuple[int, float]] = {}
         self._beats_at = 0.0
 
@@ -307,7 +314,8 @@ class Supervisor:
     def _start(self, generation: Generation) -> None:
         """Tell the training process to begin a generation; fork one if there is none."""
         self._generation = generation.number
-        self._rank = generation.launch.rank
+        self._rank = self._shown = generation.launch.rank
+        self._size = generation.launch.world_size
         self._failure = None
         self._alive = self._ready = False
         self._symptom = None
@@ -384,6 +392,8 @@ class Supervisor:
                 self._reached = max(self._reached, message["iteration"])
             elif kind == SAVED:
                 self._saved = True
+            elif kind == RANKED:
+                self._shown = message["rank"]
             elif kind == READY:
                 self._child.left = message["generation"]
             elif kind == LOST and self._symptom is None:
@@ -395,20 +405,23 @@ class Supervisor:
         """Look for faults and for the end of the job."""
         child = self._child
         if child is not None and child.ended():
-            if child.code == 0:
+            if self._rank is None:  # it was idle
+                self._child = None
+            elif child.code == 0:
                 return self._done()
-            self._report_death(child)
+            else:
+                self._report_death(child)
         if self._failure is None and self._symptom is not None:
             at, message = self._symptom
             if time.monotonic() >= at:
-                cause = f"rank {self._rank} ({self.launch.node}): {message['symptom']}"
-                self._fail(cause, ranks=message["ranks"], compared=message["compared"])
+                cause = f"rank {self._shown} ({self.launch.node}): {message['symptom']}"
+                self._fail(cause, **{name: message[name] for name in _OF_SYMPTOM})
         if self._failure is None:
             self._look()
         if self._failure is None and self.leads:
             self._look_for_silent_nodes()
-        if self._failure is None and child is None and self._get("finished") is not None:
-            self._count("departed", 1)
+        if self._failure is None and self._rank is None and self._get("finished") is not None:
+            self._depart()
             return 0
         return None
 
@@ -419,14 +432,32 @@ class Supervisor:
             how = f"signal {-code} ({signal.Signals(-code).name})"
         ends = code > 0 and code not in _RESTARTABLE
         ends = ends or self._count(self._key("done")) > 0
-        where = f"rank {self._rank} ({self.launch.node}, process {child.pid})"
-        self._fail(f"{where} ended with {how}", final=ends)
+        where = f"rank {self._shown} ({self.launch.node}, process {child.pid})"
+        self._fail(f"{where} ended with {how}", final=ends, node=self.launch.node)
 
     def _fail(
-        self, cause: str, final: bool = False, ranks: Sequence[int] = (), compared: bool = False
+        self,
+        cause: str,
+        final: bool = False,
+        node: str = "",
+        ranks: Sequence[int] = (),
+        compared: bool = False,
+        replace: bool = False,
     ) -> None:
-        """Report a fault to all supervisors, unless another one has been reported."""
-        failure = {"cause": cause, "final": final, "ranks": list(ranks), "compared": compared}
+        """Report a fault to all supervisors, unless another one has been reported.
+
+        final               whether the job ends
+        node                the node that has the fault; "" if unknown
+        ranks, compared, replace  as in Membership.announce
+        """
+        failure = {
+            "cause": cause,
+            "final": final,
+            "node": node,
+            "ranks": list(ranks),
+            "compared": compared,
+            "replace": replace,
+        }
         text = json.dumps(failure)
         store = self.store.store
         self._ask(lambda: store.compare_set(self._key("failure"), "", text))
@@ -455,6 +486,8 @@ class Supervisor:
         now = time.monotonic()
         if now - self._beats_at < _BEAT_S or self.launch.world_size == 1:
             return
+        if self._count(self._key("done")):
+            return  # the job is ending
         self._beats_at = now
         if not self._beats:
             tasks = range(self.launch.world_size)
@@ -478,19 +511,21 @@ class Supervisor:
 
     def _done(self) -> int:
         """Take note that this task's training process has ended well; return its exit code."""
-        store = self.store.store
         with contextlib.suppress(_StoreLostError):
-            size = self._count(self._key("done"), 1)
-            if self.leads:
-                deadline = time.monotonic() + _LINGER_S
-                expected = self.launch.world_size - len(self._lost)
+            if self._count(self._key("done"), 1) == self._size:
                 self._set("finished", True)
-                while size < expected and time.monotonic() < deadline:
-                    time.sleep(_TICK_S)
-                    size = self._count(self._key("done")) + self._ask(
-                        lambda: store.add("departed", 0)
-                    )
+            self._depart()
         return 0
+
+    def _depart(self) -> None:
+        """Note that this supervisor ends; the one that serves the store waits for the others."""
+        expected = self.launch.world_size - len(self._lost)
+        deadline = time.monotonic() + _LINGER_S
+        with contextlib.suppress(_StoreLostError):
+            departed = self._count("departed", 1)
+            while self.leads and departed < expected and time.monotonic() < deadline:
+                time.sleep(_TICK_S)
+                departed = self._count("departed")
 
     # -- after a fault -----------------------------------------------------------------------------
 
@@ -508,7 +543,8 @@ class Supervisor:
             self._set(f"alive/{number}/{self.launch.task}", True)
         if not self._ready:
             survives = child is not None and not child.ended()
-            if survives and child is not None and child.left < self._generation:
+            takes_part = self._rank is not None
+            if survives and takes_part and child is not None and child.left < self._generation:
                 if waited_s < self.limits.leaving_s:
                     return None
                 if not child.kill():
@@ -562,7 +598,13 @@ class Supervisor:
         self._futile = 0 if best > self._best else self._futile + 1
         self._best = max(best, self._best)
         size = self.launch.world_size - self.limits.spares
-        if len(tasks) < size:
+        culprits = {task.node for task in tasks if task.rank in self._failure["ranks"]}
+        for node in culprits | {self._failure["node"]}:
+            self._faults[node] += _FAULTS if self._failure["replace"] else 1
+        good = [task for task in tasks if self._faults[task.node] < _FAULTS]
+        if len(good) >= size:
+            tasks = good
+        elif len(tasks) < size:
             size = self.limits.smaller(len(tasks))
         problem = ""
         if self._restarts >= self.limits.restarts:
@@ -652,20 +694,8 @@ class Supervisor:
         if self.leads:
             self.say(f" the job ends: {cause}")
             self.on_end(self._saved)
-            self._linger()
-        with contextlib.suppress(_StoreLostError):
-            self._count("departed", 1)
+        self._depart()
         return code
-
-    def _linger(self) -> None:
-        """Serve the store until the other supervisors have seen the end."""
-        deadline = time.monotonic() + _LINGER_S
-        expected = self.launch.world_size - 1 - len(self._lost)
-        with contextlib.suppress(_StoreLostError):
-            while time.monotonic() < deadline and expected > self._ask(
-                lambda: self.store.store.add("departed", 0)
-            ):
-                time.sleep(_TICK_S)
 
     def _without_store(self, reason: str) -> int:
         """End this task after the loss of the store; return the exit code."""

@@ -150,6 +150,8 @@ def run_training(
         launch = rendezvous.launch
         if renumbered is not None:
             renumbered(launch.rank)
+        if membership is not None:
+            membership.ranked(launch.rank)
         host = set_up_host(config, rendezvous.device, launch)
         # Only rank 0 prints the locations: thousands of ranks reading the list would overload the
         # store.
@@ -175,7 +177,7 @@ def run_training(
         if watchdog is not None:
             watchdog.before_leaving = partial(requeue_lost, run)
         if membership is not None:
-            take_part(run, membership)
+            take_part(run, membership, rendezvous)
         try:
             stop = train(run)
         finally:
@@ -183,7 +185,7 @@ def run_training(
     except BaseException as error:
         if membership is not None and may_restart(error):
             compared = isinstance(error, DifferingCopiesError)
-            restarts = membership.lost(first_line(error), compared=compared) is not None
+            restarts = membership.lost(first_line(error), compared=compared)
         if restarts:
             rendezvous.failed = rendezvous.restarts = True
         elif is_lost_peer(error):
@@ -210,11 +212,15 @@ def run_training(
     return True
 
 
-def take_part(run: Run, membership: Membership) -> None:
-    """Report the run's progress to the supervisor, and a restart to the user."""
+def take_part(run: Run, membership: Membership, rendezvous: Rendezvous) -> None:
+    """Report the run's progress and faults to the supervisor, and a restart to the user."""
+
+    def announce(symptom: str, ranks: Sequence[int], replace: bool = False) -> None:
+        membership.announce(symptom, [rendezvous.tasks[r] for r in ranks], replace=replace)
+
     run.callbacks.append(ReportsProgress(membership))
     if run.watchdog is not None:
-        run.watchdog.announce = membership.announce
+        run.watchdog.announce = announce
     generation = membership.generation
     if not generation.number:
         return
