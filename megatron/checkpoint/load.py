@@ -1,5 +1,7 @@
 """Loads a checkpoint on the layout that wrote it or on any other.
 
+A state is read from a Source: the files of a checkpoint, or host memory (local.py).
+
 A damaged checkpoint is handled differently from one that does not fit. If bytes are missing or
 differ from those written, the previous checkpoint is loaded, and the result reports this; if
 --load-tag names the damaged checkpoint, an error is raised. A good checkpoint that does not fit the
@@ -15,11 +17,11 @@ import contextlib
 import io
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -90,8 +92,61 @@ class LoadedState:
     dense: bool = False
 
 
-class _Damage(CheckpointError):
+class Damage(CheckpointError):
     """Bytes of a checkpoint that are missing or differ from those written."""
+
+
+class Source(Protocol):
+    """A saved state whose shards are read: files of a checkpoint, or host memory of the ranks.
+
+    The methods are local to a rank, except that all ranks iterate over `read` together.
+    """
+
+    @property
+    def where(self) -> str:
+        """Return what is read, for messages."""
+
+    def entries(self, names: Set[str]) -> Entries:
+        """Return the entries of those tensors that the state has.
+
+        They may omit shards that this rank does not need. Raises CheckpointError if they lack others.
+        """
+
+    def names(self) -> Set[str] | None:
+        """Return the names of all tensors; None if they are known to be those of the model.
+
+        Called on the first rank.
+        """
+
+    def read(
+        self, shards: Iterable[tuple[str, Shard]], stored: Entries
+    ) -> Iterator[tuple[str, Shard, torch.Tensor]]:
+        """Yield (name, shard, values) for these shards of `entries`; values last until the next."""
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A checkpoint's files."""
+
+    checkpoint: Checkpoint
+
+    @property
+    def where(self) -> str:
+        return str(self.checkpoint.folder)
+
+    def entries(self, names: Set[str]) -> Entries:
+        stored = read_stored(self.checkpoint.manifest, names)
+        if problems := incomplete(stored):
+            raise CheckpointError(f"the shard lists have errors: {named(problems)}")
+        return stored
+
+    def names(self) -> Set[str] | None:
+        return read_index(self.checkpoint.manifest).keys()
+
+    def read(
+        self, shards: Iterable[tuple[str, Shard]], stored: Entries
+    ) -> Iterator[tuple[str, Shard, torch.Tensor]]:
+        return read_shards(self.checkpoint.folder, shards, stored)
 
 
 def load(
@@ -141,28 +196,21 @@ def load(
                         "--finetune"
                     )
         averaged = optimizer and decided_by_first(
-            topology, partial(has_kind, checkpoint, AVERAGE), _Damage
+            topology, partial(has_kind, checkpoint, AVERAGE), Damage
         )
         clear_padding(engine, optimizer)
         tensors = tensors_to_load(engine, optimizer, averaged)
         pairs = from_dense(tensors, config.model) if upcycled else list(tensors.items())
-        source = dense_name if upcycled else str
-        dropped, fresh = _read(checkpoint, pairs, engine.chunks, topology, alive, source, may_lack)
+        rename = dense_name if upcycled else str
+        source = FileSource(checkpoint)
+        dropped, fresh = read_state(source, pairs, engine.chunks, topology, alive, rename, may_lack)
         if upcycled:
             scale_outputs(tensors, config.model)
         if optimizer:
-            try:
-                engine.load_scalars(checkpoint.state["engine"])
-            except Exception as error:  # a forged file can cause any exception
-                raise _Damage(
-                    f"{checkpoint.folder / STATE} has no valid optimizer counters "
-                    f"({describe(error)})"
-                ) from error
+            load_counters(engine, checkpoint.state["engine"], str(checkpoint.folder / STATE))
 
     loaded = _newest_that_loads(directory, topology, settings.load_tag, folder, attempt)
-    engine.update_working_weights()
-    if not averaged:
-        engine.start_average()
+    use_loaded(engine, averaged)
     notes = list(loaded.notes)
     what = "the average of the weights"
     if averaged and config.optimizer.ema_decay is None:
@@ -180,6 +228,24 @@ def load(
     if settings.finetune or upcycled:
         return replace(loaded, iteration=0, state={}, dense=upcycled)
     return replace(loaded, optimizer=optimizer)
+
+
+def load_counters(engine: Engine, scalars: dict[str, Any], where: str) -> None:
+    """Restore the engine's counters. Raises Damage if they are not those of an engine."""
+    try:
+        engine.load_scalars(scalars)
+    except Exception as error:  # a forged file can cause any exception
+        raise Damage(f"{where} has no valid optimizer counters ({describe(error)})") from error
+
+
+def use_loaded(engine: Engine, averaged: bool) -> None:
+    """Let the engine compute with the state that was loaded; `averaged`: with an average.
+
+    All ranks call it.
+    """
+    engine.update_working_weights()
+    if not averaged:
+        engine.start_average()
 
 
 def starts_anew(names: Sequence[str], folder: Path) -> str:
@@ -214,7 +280,7 @@ def load_weights(
         for p in parameters:
             if tuple(p.shape) != sharding_of(p).extent:
                 p.detach().zero_()
-        _read(checkpoint, list(tensors.items()), chunks, topology, nothing)
+        read_state(FileSource(checkpoint), list(tensors.items()), chunks, topology, nothing)
 
     return _newest_that_loads(directory, topology, tag, None, attempt, allow_older)
 
@@ -249,7 +315,7 @@ def _newest_that_loads(
     Return the LoadedState, in which `optimizer` is still False.
 
     folder    the checkpoint to try first; None: search `directory`
-    attempt   loads a checkpoint; raises the same _Damage on all ranks if it is damaged
+    attempt   loads a checkpoint; raises the same Damage on all ranks if it is damaged
 
     All ranks call it and get the same result. Raises CheckpointError if none is left, and for
     the first damaged one if `tag` names it or `allow_older` is False. Other errors of `attempt` are
@@ -268,7 +334,7 @@ def _newest_that_loads(
                 f"one, {at}, with --allow-older (allow_older=True) or --load-tag {at.name}"
             )
         try:
-            opened = decided_by_first(topology, partial(open_checkpoint, at), _Damage)
+            opened = decided_by_first(topology, partial(open_checkpoint, at), Damage)
             with errors_on_all_ranks(topology, f"comparing {at} on all ranks"):
                 manifest = opened.manifest
                 # damage in this rank's copy is found when its files are read
@@ -281,7 +347,7 @@ def _newest_that_loads(
                     )
             attempt(opened)
             return LoadedState(opened.iteration, opened.state["state"], False, at, rejected, notes)
-        except _Damage as damage:
+        except Damage as damage:
             reason = str(damage)
         number = iteration_of(at)
         if tag is not None or number is None:
@@ -292,38 +358,36 @@ def _newest_that_loads(
         rejected = (*rejected, RejectedCheckpoint(at, reason), *choice.rejected)
 
 
-def _read(
-    checkpoint: Checkpoint,
+def read_state(
+    source: Source,
     tensors: Sequence[tuple[str, LocalShards]],
     chunks: torch.nn.Module,
     topology: Topology,
     alive: Alive,
-    source: Callable[[str], str | None] = lambda name: name,
+    rename: Callable[[str], str | None] = lambda name: name,
     may_lack: Callable[[str], bool] = lambda name: False,
 ) -> tuple[list[str], list[str]]:
     """Fill `tensors`, by name, on all ranks; each rank reads only the shards it needs.
 
-    Return on rank 0 the names of frozen parameters for which the checkpoint has optimizer state,
-    and of parameters that it lacks; other ranks get ([], []).
+    Return on rank 0 the names of frozen parameters for which the source has optimizer state, and of
+    parameters that it lacks; other ranks get ([], []).
 
-    source    maps a parameter's name to its name in the checkpoint; to None if it has none there
-    may_lack  tells whether the checkpoint may lack a parameter, which then stays as it is
+    rename    maps a parameter's name to its name in the source; to None if it has none there
+    may_lack  tells whether the source may lack a parameter, which then stays as it is
 
-    Raises on every rank _Damage, or CheckpointError if the tensors do not fit the model.
+    Raises on every rank Damage, or CheckpointError if the tensors do not fit the model.
     """
-    folder = checkpoint.folder
-    with errors_on_all_ranks(topology, f"reading the lists of {folder}", _Damage):
-        stored = read_stored(checkpoint.manifest, {name for name, _ in tensors})
-        if problems := incomplete(stored):
-            raise CheckpointError(f"the shard lists have errors: {named(problems)}")
-        names = read_index(checkpoint.manifest) if topology.world.is_first else {}
+    where = source.where
+    with errors_on_all_ranks(topology, f"reading the lists of {where}", Damage):
+        stored = source.entries({name for name, _ in tensors})
+        names = source.names() if topology.world.is_first else None
     tensors = [(n, t) for n, t in tensors if n in stored or n.partition(".")[0] != KEPT]
     # The ranks of one pipeline together hold every parameter.
     one_pipeline = topology.tensor.is_first and topology.data.is_first
-    local = {source(sharding_of(p).name): p.requires_grad for p in unique_parameters(chunks)}
+    local = {rename(sharding_of(p).name): p.requires_grad for p in unique_parameters(chunks)}
     listed = gather_objects(local, topology.pipeline, everywhere=False) if one_pipeline else []
     trains = {name: value for stage in listed for name, value in stage.items()}
-    with errors_on_all_ranks(topology, f"loading {folder}"):
+    with errors_on_all_ranks(topology, f"loading {where}"):
         problems = []
         stateless = dict[str, None]()
         for name, shards in tensors:
@@ -346,35 +410,36 @@ def _read(
                 "or trained by another optimizer: --no-load-optim and --finetune load the weights "
                 "alone"
             )
-        if topology.world.is_first:
+        if names is not None:
             weights = {name for name in names if name.partition(".")[0] == MASTER}
             if more := sorted(weights - {f"{MASTER}.{name}" for name in trains}):
                 problems.append(f"it also has {named(more)}")
         if problems:
             raise CheckpointError(
-                f"{folder} does not fit this model: {named(problems)}. A checkpoint of another "
+                f"{where} does not fit this model: {named(problems)}. A checkpoint of another "
                 "architecture is not loaded in part: see --use-checkpoint-args, and --pieces for a "
                 "layer or model of your own"
             )
-    with errors_on_all_ranks(topology, f"reading {folder}", _Damage):
-        _fill([(n, t) for n, t in tensors if n in stored], folder, stored, alive)
+    with errors_on_all_ranks(topology, f"reading {where}", Damage):
+        _fill([(n, t) for n, t in tensors if n in stored], source, stored, alive)
+    if names is None:
+        return [], []
     kinds_and_names = (name.partition(".")[::2] for name in names)
     of_optimizer = {name for kind, name in kinds_and_names if kind not in (MASTER, KEPT, AVERAGE)}
     dropped = sorted(name for name in of_optimizer if not trains.get(name, True))
-    needed = trains if topology.world.is_first else {}
-    return dropped, [n for n in needed if n and f"{MASTER}.{n}" not in names]
+    return dropped, [n for n in trains if n and f"{MASTER}.{n}" not in names]
 
 
 def _fill(
     tensors: Iterable[tuple[str, LocalShards]],
-    folder: Path,
+    source: Source,
     stored: Entries,
     alive: Alive,
 ) -> None:
     """Fill the views of `tensors` in place from the shards that overlap them.
 
-    Values are converted to the dtypes of the views. There is no communication. Raises
-    CheckpointError naming the file that is damaged; views filled before keep their new values.
+    Values are converted to the dtypes of the views. Raises CheckpointError naming what is damaged;
+    views filled before keep their new values.
     """
     copies: dict[tuple[str, Shard], list[tuple[torch.Tensor, tuple[slice, ...]]]] = {}
     for name, shards in tensors:
@@ -384,7 +449,7 @@ def _fill(
                 if regions is not None:
                     target = view.detach()[regions[1]]
                     copies.setdefault((name, shard), []).append((target, regions[0]))
-    for name, shard, values in read_shards(folder, copies, stored):
+    for name, shard, values in source.read(copies, stored):
         for target, region in copies[name, shard]:
             target.copy_(values[region])
         alive()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,28 +137,73 @@ def weights_to_load(model: torch.nn.Module, kind: str = MASTER) -> Tensors:
     return out
 
 
+class HostMemory:
+    """Bytes of host memory that the CUDA or HIP driver may have pinned.
+
+    Copies from a GPU to pinned memory run at the speed of the bus. Shared memory can be pinned, too.
+
+    mapping  the memory; `tensor` is a view of it, uint8
+    """
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self.mapping = mapping
+        with contextlib.suppress(OSError, AttributeError):  # a kernel may have no huge pages
+            # Without this, writes after a fork could go to pages that the device does not see.
+            mapping.madvise(mmap.MADV_DONTFORK)
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
+        self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._unregister: weakref.finalize[..., Any] | None = None
+
+    def pin(self, device: torch.device | None, flag: str, cudart: Any = None) -> str:
+        """Pin the memory once for copies from a GPU; without a `device` do nothing.
+
+        Returns a note that names `flag` if the driver could not pin it, otherwise "". `cudart` is an
+        object with cudaHostRegister and cudaHostUnregister, by default torch's.
+        """
+        cudart = torch.cuda.cudart() if device and cudart is None else cudart
+        if cudart is None or self._unregister is not None:
+            return ""
+        address = self.tensor.data_ptr()
+        size = self.tensor.numel()
+        code = int(cudart.cudaHostRegister(address, size, 0))
+        if code == 0:
+            self._unregister = weakref.finalize(self, cudart.cudaHostUnregister, address)
+            self._unregister.atexit = False  # the device may be gone when the process exits
+            return ""
+        # The runtime would report the error again in the check after the next kernel launch.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)
+        return (
+            f"{size / 2**30:.1f} GiB of host memory for {flag} could not be pinned "
+            f"(cudaHostRegister: error {code}; see ulimit -l): training pauses longer while the "
+            "copy is made"
+        )
+
+    def release(self) -> None:
+        """Unpin the memory now; otherwise this happens when the object is deleted."""
+        if self._unregister is not None:
+            self._unregister()
+
+
 class Snapshot:
     """Host memory for a copy of the shards that a rank writes, reused by later saves.
 
     It is as large as this rank's part of the state; torch's allocator for pinned memory would round
-    the size up to a power of two. If the state is on a GPU, the CUDA or HIP driver pins the memory
-    once, in `reserve`, so that copies run at the speed of the bus.
+    the size up to a power of two. It is pinned once, in `reserve`.
 
-    cudart   object with cudaHostRegister and cudaHostUnregister; by default torch's, if tensors are
-             on a GPU
+    cudart   see HostMemory.pin
     note     why the memory could not be pinned; "" if it was or did not need to be
     """
 
     def __init__(self, cudart: Any = None) -> None:
         self._cudart = cudart
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._unregister: weakref.finalize[..., Any] | None = None
+        self._memory: HostMemory | None = None
         self.note = ""
 
     @property
     def bytes(self) -> int:
         """Bytes of memory held."""
-        return self._memory.numel()
+        return 0 if self._memory is None else self._memory.tensor.numel()
 
     def reserve(self, tensors: Tensors) -> None:
         """Allocate memory for a copy of `tensors`, unless enough is already held.
@@ -168,35 +213,12 @@ class Snapshot:
         needed = snapshot_bytes(tensors)
         if needed <= self.bytes:
             return
-        if self._unregister is not None:
-            self._unregister()
-        self._unregister = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        if self._memory is not None:
+            self._memory.release()
+        self._memory = None
         mapping = mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError, AttributeError):  # a kernel may have no huge pages
-            # Without this, writes after a fork could go to pages that the device does not see.
-            mapping.madvise(mmap.MADV_DONTFORK)
-            mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
-        self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        device = next((view.device for view in _views(tensors) if view.is_cuda), None)
-        cudart = torch.cuda.cudart() if device and self._cudart is None else self._cudart
-        if cudart is None:
-            return
-        address = self._memory.data_ptr()
-        code = int(cudart.cudaHostRegister(address, needed, 0))
-        if code == 0:
-            self._unregister = weakref.finalize(self, cudart.cudaHostUnregister, address)
-            self._unregister.atexit = False  # the device may be gone when the process exits
-            self.note = ""
-            return
-        self.note = (
-            f"{needed / 2**30:.1f} GiB of host memory for --async-save could not be pinned "
-            f"(cudaHostRegister: error {code}; see ulimit -l): training pauses longer while the "
-            "copy is made"
-        )
-        # The runtime would report the error again in the check after the next kernel launch.
-        with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=device)
+        self._memory = HostMemory(mapping)
+        self.note = self._memory.pin(device_of(tensors), "--async-save", self._cudart)
 
     def take(self, tensors: Tensors) -> Tensors:
         """Return a copy of `tensors`, valid until the next copy is taken.
@@ -204,27 +226,41 @@ class Snapshot:
         The originals may change afterwards. Raises OSError if there is no memory for the copy.
         """
         self.reserve(tensors)
-        at = 0
-        copies = Tensors()
-        for name, shards in tensors.items():
-            views = {}
-            for offset, view in shards.views.items():
-                copy = self._memory[at : at + view.nbytes].view(view.dtype).view(view.shape)
-                views[offset] = copy.copy_(view.detach(), non_blocking=True)
-                at += _aligned(view)
-            copies[name] = LocalShards(shards.shape, views)
-        if any(view.is_cuda for view in _views(tensors)):
-            torch.cuda.current_stream().synchronize()
-        return copies
+        memory = torch.empty(0, dtype=torch.uint8) if self._memory is None else self._memory.tensor
+        return copy_into(memory, tensors)
+
+
+def placed(tensors: Tensors) -> Iterator[tuple[str, Index, torch.Tensor, int]]:
+    """Yield (name, global offset, view, first byte) of each shard in a copy of `tensors`."""
+    at = 0
+    for name, shards in tensors.items():
+        for offset, view in shards.views.items():
+            yield name, offset, view, at
+            at += _aligned(view)
+
+
+def copy_into(memory: torch.Tensor, tensors: Tensors) -> Tensors:
+    """Copy `tensors` into `memory` [bytes], uint8, at the positions of `placed`.
+
+    Returns the copy, which is complete, as views of `memory`.
+    """
+    views: dict[str, dict[Index, torch.Tensor]] = {name: {} for name in tensors}
+    for name, offset, view, at in placed(tensors):
+        copy = memory[at : at + view.nbytes].view(view.dtype).view(view.shape)
+        views[name][offset] = copy.copy_(view.detach(), non_blocking=True)
+    if device_of(tensors) is not None:
+        torch.cuda.current_stream().synchronize()
+    return {name: LocalShards(shards.shape, views[name]) for name, shards in tensors.items()}
 
 
 def snapshot_bytes(tensors: Tensors) -> int:
     """Return how many bytes of host memory a copy of `tensors` takes."""
-    return sum(map(_aligned, _views(tensors)))
+    return sum(_aligned(view) for _, _, view, _ in placed(tensors))
 
 
-def _views(tensors: Tensors) -> list[torch.Tensor]:
-    return [view for shards in tensors.values() for view in shards.views.values()]
+def device_of(tensors: Tensors) -> torch.device | None:
+    """Return the GPU on which tensors are; None if all are in host memory."""
+    return next((view.device for _, _, view, _ in placed(tensors) if view.is_cuda), None)
 
 
 def _aligned(view: torch.Tensor) -> int:

@@ -276,6 +276,26 @@ class Topology:
         """The index of this rank's data-parallel replica among `layout.replicas`."""
         return self.data.rank // self.context.size
 
+    def messages_between(
+        self, ranks: Sequence[int], timeout: datetime.timedelta | None = None
+    ) -> Group:
+        """Create a group for messages from host memory, beside those of the groups of training.
+
+        The members of each such group call this; all ranks of the world are in one. Raises
+        LaunchError if ranks do not form a group in time.
+        """
+        import torch.distributed as dist
+
+        def form() -> ProcessGroup:
+            made: ProcessGroup = dist.new_group(
+                list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True
+            )
+            return made
+
+        seconds = (timeout or dist.default_pg_timeout).total_seconds() + _LATE_S
+        handle = bounded(form, seconds, f"ranks {compress_ranks(ranks)} did not form a group")
+        return Group(ranks, ranks.index(self.rank), handle, "other", self.flight)
+
     @classmethod
     def create(
         cls,

@@ -181,12 +181,12 @@ def cases_of(rows):
     return cases
 
 
-def job_of(written, fields, ranks):
+def job_of(written, fields, ranks, topology=None):
     """Build a job of a written model on a layout; one process has no process group."""
     config = Config.create(**{**WRITTEN[written][0], **fields, "world_size": ranks})
     if written.startswith("frozen"):
         config = dataclasses.replace(config, pieces=Pieces(**PIECES))
-    return TrainingJob(config, Topology.create() if ranks == 1 else None)
+    return TrainingJob(config, Topology.create() if ranks == 1 else topology)
 
 
 def next_loss(job):
