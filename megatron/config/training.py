@@ -541,6 +541,13 @@ class TrainingConfig:
         derived="the number of ranks at the start",
         one_start=True,
     )
+    replace_slow_ranks: float | None = option(
+        None,
+        "Restart on a spare node in place of the node of a rank whose computing time is at least "
+        "FACTOR times the median of its pipeline stage, at three log lines in a row.",
+        Range(above=1),
+        metavar="FACTOR",
+    )
     max_consecutive_skips: int = option(
         None,
         "Exit with an error after N consecutive steps with non-finite loss or gradients, or "

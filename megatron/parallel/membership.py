@@ -50,6 +50,7 @@ class Generation:
     outage_s   seconds from the detection of the fault to the decision on this generation
     restarts   number of restarts so far, for each way in which a rank came back: "in-process",
                "forked", "spare"
+    spares     number of spare tasks on nodes without repeated faults
     compared   whether only states may be loaded that were saved after a comparison of the weights'
                copies
     """
@@ -59,6 +60,7 @@ class Generation:
     cause: str = ""
     outage_s: float = 0.0
     restarts: Mapping[str, int] = field(default_factory=dict)
+    spares: int = 0
     compared: bool = False
 
     def to_message(self) -> dict[str, Any]:

@@ -286,7 +286,8 @@ class Supervisor:
         if launch.rank >= size:
             return
         local = min(launch.local_world_size, size - (launch.rank - launch.local_rank))
-        self._start(Generation(0, self._identity(0, launch.rank, size, local)))
+        identity = self._identity(0, launch.rank, size, local)
+        self._start(Generation(0, identity, spares=self.limits.spares))
 
     def _identity(self, generation: int, rank: int, size: int, local_size: int) -> Launch:
         """Return the identity of this task's training process in a generation."""
@@ -642,6 +643,7 @@ class Supervisor:
                 "cause": f"{cause}{gone}",
                 "outage_s": time.monotonic() - self._failed_at,
                 "restarts": dict(self._used),
+                "spares": max(len(good) - size, 0),
                 "compared": self._failure["compared"],
             },
         )
@@ -673,6 +675,7 @@ class Supervisor:
                 decision["cause"],
                 decision["outage_s"],
                 decision["restarts"],
+                decision["spares"],
                 decision["compared"],
             )
         )

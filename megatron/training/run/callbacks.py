@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.data import history
@@ -20,6 +21,9 @@ from megatron.training.run.schedules import RunCosts
 from megatron.training.run.state import Run
 from megatron.training.run.step import finish_step, skipped_until
 from megatron.training.run.tasks import EvaluationTask
+
+_SLOW_REPORTS = 3  # log lines in a row at which a rank is slow before it is replaced
+_NAMED = 8  # largest number of slow ranks in a message
 
 
 @dataclass(eq=False)
@@ -256,10 +260,14 @@ class SlowRanks(Callback):
     """Compares the computing times of the ranks in a recorded step, for --straggler-report.
 
     locations  "node:device" of every rank; needed on rank 0 only
+    announce   asks for a restart without the nodes of ranks that stay slow, given the reason and
+               the ranks, for --replace-slow-ranks; None: there is no spare node
     """
 
     def __init__(self, locations: Sequence[str]) -> None:
         self._locations = locations
+        self.announce: Callable[[str, Sequence[int]], object] | None = None
+        self._in_a_row = Counter[int]()  # log lines at which a rank was slow
 
     def on_log(self, run: Run, figures: events.Iteration) -> None:
         if not figures.times_ms:
@@ -268,6 +276,19 @@ class SlowRanks(Callback):
         seconds = [sum(of_rank) / 1000 for of_rank in zip(*phases, strict=True)]
         compared = summarise(seconds, run.topology.layout, self._locations)
         run.reporter.publish(events.ComputeTimes(iteration=run.progress.iteration, **compared))
+        factor = run.config.training.replace_slow_ranks
+        if factor is None or self.announce is None:
+            return
+        slow = {one["rank"]: one for one in compared["slow"] if one["ratio"] >= factor}
+        self._in_a_row = Counter({rank: self._in_a_row[rank] + 1 for rank in slow})
+        lasting = [rank for rank, times in self._in_a_row.items() if times >= _SLOW_REPORTS]
+        if lasting:
+            self._in_a_row.clear()
+            named = ", ".join(
+                f"rank {rank} ({slow[rank]['place']}) takes {slow[rank]['ratio']:.2f} times the median"
+                for rank in lasting[:_NAMED]
+            )
+            self.announce(f"slow ranks: {named}", lasting)
 
 
 def build_callbacks(

@@ -54,7 +54,7 @@ from megatron.training.report.energy import EnergyMeter
 from megatron.training.report.events import Restarted, Start
 from megatron.training.report.metrics import Interval, Timers, rates
 from megatron.training.report.reporter import Console, Reporter
-from megatron.training.run.callbacks import ReportsProgress, build_callbacks
+from megatron.training.run.callbacks import ReportsProgress, SlowRanks, build_callbacks
 from megatron.training.run.checkpoints import (
     Saves,
     check_save_folder,
@@ -221,6 +221,10 @@ def take_part(run: Run, membership: Membership, rendezvous: Rendezvous) -> None:
     run.callbacks.append(ReportsProgress(membership))
     if run.watchdog is not None:
         run.watchdog.announce = announce
+    if membership.generation.spares:
+        for callback in run.callbacks:
+            if isinstance(callback, SlowRanks):
+                callback.announce = partial(announce, replace=True)
     generation = membership.generation
     if not generation.number:
         return
