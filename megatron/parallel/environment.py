@@ -95,6 +95,19 @@ SETTINGS = (
         "own limits",
     ),
     Setting(
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+        lambda c: "0" if c.training.max_restarts else None,
+        "with --max-restarts torch's threads do not end a process whose communicators are aborted "
+        "so that it can leave them",
+    ),
+    Setting(
+        "NCCL_NVLS_ENABLE",
+        lambda c: "0" if c.training.max_restarts else None,
+        "with --max-restarts: according to nvidia-resiliency-ext, communicators that use the "
+        "switches' multicast (NVLS) cannot be aborted",
+        builds=_CUDA,
+    ),
+    Setting(
         "TORCH_NCCL_TRACE_BUFFER_SIZE",
         lambda config: "2000",
         "torch's flight recorder keeps this many collectives, for torchfrtrace",

@@ -43,6 +43,7 @@ from megatron.model.gpt import build_chunks, check_patterns, layer_context, mode
 from megatron.model.stages import stage_owners
 from megatron.parallel import collectives
 from megatron.parallel.collectives import use_groups
+from megatron.parallel.host_processes import bounded
 from megatron.parallel.launch import Launch, select_device
 from megatron.parallel.layout import DEFAULT_ORDER, LayoutSizes
 from megatron.parallel.membership import Membership
@@ -106,6 +107,7 @@ from megatron.training.run.stored import stored_progress, stored_settings
 from megatron.training.run.tasks import context_of, read_tasks
 from megatron.training.safety.watchdog import Watchdog
 
+_DEVICE_S = 10.0  # how long a GPU may take to answer after a fault
 _FIRST_SHARE = 0.9  # fraction of --distributed-timeout-minutes that a first use may take
 
 
@@ -205,6 +207,7 @@ def run_training(
         rendezvous.close()
     if restarts:
         del run, stop
+        check_device(device)
         return False
     if config.training.requeue and stop is not None and stop.requeue and launch.rank == 0:
         assert run is not None, "it has stopped"
@@ -245,6 +248,20 @@ def take_part(run: Run, membership: Membership, rendezvous: Rendezvous) -> None:
         f"{generation.cause}. {generation.launch.world_size} ranks continue after iteration "
         f"{run.progress.iteration} (so far {ways})"
     )
+
+
+def check_device(device: torch.device) -> None:
+    """Raise LostRankError unless a GPU still computes: after some faults only a new process can."""
+    if device.type == "cuda":
+
+        def compute() -> None:
+            torch.cuda.synchronize(device)
+            torch.ones(1, device=device).sum().item()
+
+        try:
+            bounded(compute, _DEVICE_S, "it gave no answer")
+        except (RuntimeError, LaunchError) as error:
+            raise LostRankError(f"{device} is not usable in this process: {error}") from error
 
 
 def may_restart(error: BaseException) -> bool:
