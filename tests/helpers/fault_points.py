@@ -74,6 +74,36 @@ def strike(event: str, nth: int, what: str, containing: str = "") -> None:
     on(event, lambda *_: _act(what, event), nth, containing)
 
 
+def strike_once(
+    marker: str | os.PathLike[str], event: str, first: object, what: str, nth: int = 1
+) -> None:
+    """Strike once in a job whose training processes are forked from this one, or started anew.
+
+    The strike comes at the nth `event` of a process whose first argument is `first` (None: any),
+    unless the file `marker` exists, which it creates. `what` is as in `strike`; "supervisor" kills
+    the parent, with which the kernel ends the training process.
+    """
+    left = nth
+
+    def hook(name: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if name != event or not left or (first is not None and first not in arguments[:1]):
+            return
+        left -= 1
+        if left:
+            return
+        try:
+            os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        if what == "supervisor":
+            os.kill(os.getppid(), signal.SIGKILL)
+            signal.pause()
+        _act(what, event)
+
+    sys.addaudithook(hook)
+
+
 def strike_at(folder: str | os.PathLike[str], nth: int, what: str, name: str = "") -> None:
     """Strike as `strike` does, before the nth moment of this process from now on.
 

@@ -1,0 +1,161 @@
+"""Restarts within the job: runs that lose processes continue as if they had not."""
+
+import gc
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.faults.history import differing, newest, records, steps, tensors_that_differ
+from tests.helpers.fault_points import strike_once
+from tests.helpers.launching import TINY, launch
+
+pytestmark = pytest.mark.slow
+
+STEP = "megatron.run.step"
+NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
+LAST = 6
+
+
+def arm(folder, faults, log=""):
+    """Arm this rank: each fault (step, what) happens once in the job (see strike_once).
+
+    Its processes write what they hold at each step to `log`.
+    """
+    if log:
+        sys.addaudithook(lambda event, _: event == STEP and write_holdings(log))
+    for step, what in faults:
+        strike_once(f"{folder}/{step}-{what}", STEP, step, what)
+
+
+def write_holdings(log):
+    """Append process, numbers of open descriptors, threads of Python and of the kernel, engines."""
+    from megatron.engine.engine import Engine
+
+    held = [
+        os.getpid(),
+        len(os.listdir("/proc/self/fd")),
+        threading.active_count(),
+        len(os.listdir("/proc/self/task")),
+        sum(isinstance(one, Engine) for one in gc.get_objects()),
+    ]
+    with open(log, "a") as file:
+        file.write(json.dumps(held) + "\n")
+
+
+def run(folder, n, *flags, faults=None, env=None, log=""):
+    """Train to the step LAST in a new folder; `faults` has those of each rank, see arm."""
+    folder.mkdir()
+    arguments = [*TINY, "--train-iters", str(LAST), "--save-interval", "2", *flags]
+    arguments += ["--save", str(folder), "--load", str(folder)]
+    arms = {rank: (arm, str(folder), some) for rank, some in (faults or {}).items()}
+    if log:
+        arms[0] = (arm, str(folder), (faults or {}).get(0, ()), log)
+    outcomes = launch(n, arguments, env=env, arm=arms)
+    return [outcome.code for outcome in outcomes], "\n".join(one.output for one in outcomes)
+
+
+def check_equal(folder, reference):
+    """Assert that each loss, also of repeated steps, and the last state equal the reference's."""
+    undisturbed = dict(steps(reference))
+    assert len(undisturbed) == LAST
+    assert differing(steps(folder), undisturbed) == []
+    assert tensors_that_differ(newest(folder), newest(reference)) == []
+
+
+@pytest.fixture
+def launcher_store():
+    """Serve a store as torchrun does; yields the variables with which ranks find it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield {
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def test_lost_processes_are_replaced_among_four_ranks(tmp_path, launcher_store):
+    """Processes die after a step and before its save; the launcher serves the store."""
+    flags = ("--tensor-model-parallel-size", "2")
+    reference = tmp_path / "undisturbed"
+    assert run(reference, 4, *flags)[0] == [0] * 4
+    folder = tmp_path / "run"
+    faults = {1: [(3, "kill")], 2: [(4, "kill")], 0: [(5, "kill")]}
+    codes, output = run(
+        folder, 4, *flags, "--max-restarts", "3", faults=faults, env=launcher_store
+    )
+    assert codes == [0] * 4, output
+    check_equal(folder, reference)
+    restarts = records(folder, "restart")
+    assert [(r["restart"], r["iteration"], r["ranks"]) for r in restarts] == [
+        (1, 2, 4),
+        (2, 2, 4),
+        (3, 4, 4),
+    ]
+    assert restarts[-1]["ways"] == {"forked": 3, "in-process": 9}
+    for rank, restart in zip((1, 2, 0), restarts, strict=True):
+        assert f"rank {rank} " in restart["cause"] and "SIGKILL" in restart["cause"]
+
+
+def test_pipeline_ranks_that_die_or_hang_are_replaced(tmp_path):
+    flags = ("--pipeline-model-parallel-size", "2", "--async-save")
+    reference = tmp_path / "undisturbed"
+    assert run(reference, 2, *flags)[0] == [0, 0]
+    folder = tmp_path / "run"
+    faults = {1: [(3, "kill")], 0: [(5, "stop")]}
+    more = ("--max-restarts", "2", "--hang-timeout", "2")
+    codes, output = run(folder, 2, *flags, *more, faults=faults)
+    assert codes == [0, 0], output
+    check_equal(folder, reference)
+    hang = records(folder, "restart")[1]
+    assert "hangs" in hang["cause"] and "rank 0 " in hang["cause"], hang
+
+
+def test_a_spare_rank_takes_the_place_of_a_lost_one(tmp_path):
+    """Supervisor and process of a rank are lost, with a partition of ZeRO-3."""
+    flags = ("--zero-stage", "3")
+    reference = tmp_path / "undisturbed"
+    assert run(reference, 2, *flags)[0] == [0, 0]
+    folder = tmp_path / "run"
+    more = ("--max-restarts", "1", "--spare-ranks", "1")
+    codes, output = run(folder, 3, *flags, *more, faults={1: [(3, "supervisor")]})
+    assert codes == [0, -9, 0], output
+    check_equal(folder, reference)
+    (restart,) = records(folder, "restart")
+    assert (restart["ranks"], restart["ways"]) == (2, {"in-process": 1, "spare": 1})
+
+
+def test_a_replica_without_a_spare_is_dropped(tmp_path):
+    """One rank goes on with the samples of both, and the losses differ by rounding only."""
+    reference = tmp_path / "undisturbed"
+    assert run(reference, 1, *NO_DROPOUT)[0] == [0]
+    folder = tmp_path / "run"
+    more = ("--max-restarts", "1", "--min-ranks", "1")
+    codes, output = run(folder, 2, *NO_DROPOUT, *more, faults={0: [], 1: [(3, "supervisor")]})
+    assert codes == [0, -9], output
+    assert [restart["ranks"] for restart in records(folder, "restart")] == [1]
+    undisturbed = dict(steps(reference))
+    for iteration, (loss, norm, samples) in steps(folder):
+        assert samples == undisturbed[iteration][2]
+        assert (loss, norm) == pytest.approx(undisturbed[iteration][:2], rel=1e-5)
+    assert steps(folder)[-1][0] == LAST
+
+
+def test_restarts_leave_nothing_behind(tmp_path):
+    """A process that survives five restarts holds no more descriptors, threads or engines."""
+    log = tmp_path / "held"
+    faults = {1: [(step, "kill") for step in range(2, LAST + 1)]}
+    flags = ("--max-restarts", "5", "--save-interval", "1")
+    codes, output = run(tmp_path / "run", 2, *flags, faults=faults, log=str(log))
+    assert codes == [0, 0], output
+    assert records(tmp_path / "run", "restart")[-1]["ways"] == {"forked": 5, "in-process": 5}
+    held = [json.loads(line) for line in Path(log).read_text().splitlines()]
+    assert len({process for process, *_ in held}) == 1
+    assert held[-1][-1] == 1
+    after_first = held[3]  # steps 1 and 2, and both again or the next
+    assert held[-1] == after_first, held
