@@ -6,6 +6,7 @@ engine/zero_plan.py determines the order of these operations.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -45,8 +46,9 @@ class ShardedGradients(Gradients):
     """Gradient sums of which this rank keeps a shard.
 
     A bucket is complete once its parameters have all contributions of a pass. The first pass
-    assumes one for each parameter, and counts the actual number. Nothing is sent in the first half
-    of a split pass, since those of other micro-batches may follow before a second half. Sums over
+    assumes one from each call that uses a parameter, and counts the actual number. If it sent a sum
+    in pieces, a resumed run would round otherwise than one that goes on. Nothing is sent in the
+    first half of a split pass, since those of other micro-batches may follow before a second half. Sums over
     the ranks beyond the inner ones begin in the last pass if gradients are sent early, an earlier
     step has changed the weights (Gradients) and the passes were announced; else after it.
     """
@@ -65,12 +67,32 @@ class ShardedGradients(Gradients):
         # contributions in the current pass, and in every pass: empty until the first pass is over
         self._new = dict.fromkeys(self._accumulators, 0)
         self._per_pass: dict[torch.nn.Parameter, int] = {}
+        self._expected = self._uses()
         self._missing = self._parameters_of_buckets()
         self._ended = dict.fromkeys(plan.calls, 0)  # backward passes of each stage in this step
         self._empty = set(plan.order)  # buckets without sums so far
         self._used = set[torch.nn.Parameter]()
         for p, accumulator in self._accumulators.items():
             accumulator.before_use = partial(self._use, self._bucket_of[p])
+
+    def _uses(self) -> dict[torch.nn.Parameter, int]:
+        """Return how many calls of a pass use each parameter: two a tied embedding."""
+        of_stages = (
+            Counter(number for call in calls for number in call.parameters)
+            for calls in self._plan.calls.values()
+        )
+        uses = Counter[int]()
+        for of_stage in of_stages:
+            uses |= of_stage
+        return {
+            p: uses[member] or 1
+            for number in self._plan.order
+            for member, p in zip(
+                self._plan.buckets[number].members,
+                self._numbered[number].parameters,
+                strict=True,
+            )
+        }
 
     def begin(self, micro_batches: int) -> None:
         """Announce the backward passes of this many micro-batches.
@@ -84,7 +106,7 @@ class ShardedGradients(Gradients):
 
     def _added(self, p: torch.nn.Parameter) -> None:
         self._new[p] += 1
-        due = self._per_pass.get(p, 1)
+        due = self._per_pass.get(p) or self._expected[p]
         number = self._bucket_of[p]
         if self.local:
             return
