@@ -1,6 +1,6 @@
 """Loads a checkpoint on the layout that wrote it or on any other.
 
-A state is read from a Source: the files of a checkpoint, or host memory (local.py).
+A state is read from a StateSource: the files of a checkpoint, or host memory (local.py).
 
 A damaged checkpoint is handled differently from one that does not fit. If bytes are missing or
 differ from those written, the previous checkpoint is loaded, and the result reports this; if
@@ -96,7 +96,7 @@ class Damage(CheckpointError):
     """Bytes of a checkpoint that are missing or differ from those written."""
 
 
-class Source(Protocol):
+class StateSource(Protocol):
     """A saved state whose shards are read: files of a checkpoint, or host memory of the ranks.
 
     The methods are local to a rank, except that all ranks iterate over `read` together.
@@ -359,7 +359,7 @@ def _newest_that_loads(
 
 
 def read_state(
-    source: Source,
+    source: StateSource,
     tensors: Sequence[tuple[str, LocalShards]],
     chunks: torch.nn.Module,
     topology: Topology,
@@ -432,7 +432,7 @@ def read_state(
 
 def _fill(
     tensors: Iterable[tuple[str, LocalShards]],
-    source: Source,
+    source: StateSource,
     stored: Entries,
     alive: Alive,
 ) -> None:

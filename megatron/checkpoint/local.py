@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.memory_file import COPY, OWN, Key, MemoryFile, Slot, pages
+from megatron.checkpoint.memory_file import COPY, OWN, Key, MemoryFile, MemorySlot, pages
 from megatron.checkpoint.shards import Entries, Shard, Stored
 from megatron.checkpoint.shared_errors import errors_on_all_ranks
 from megatron.checkpoint.tensors import (
@@ -55,7 +55,6 @@ from megatron.parallel.topology import Group, Topology
 
 FLAG = "--non-persistent-save-interval"
 _POLL_S = 0.1  # interval at which a rank that waits for a thread shows that it is alive
-_LEAVE_S = 5.0  # how long messages may still take when a job's groups are given up
 _STATE_BYTES = 1 << 20  # room for the state of the training loop to grow
 _EVENT = "megatron.checkpoint.local"  # audit event, with the name of a moment
 
@@ -91,8 +90,34 @@ def neighbour_jump(nodes: Sequence[str], preferred: int | None = None) -> int:
     return jump
 
 
+@dataclass(frozen=True)
+class Replication:
+    """Where copies of shards are: those of rank r on rank r + jump, modulo the ranks; 0: nowhere.
+
+    ring  the ranks that are reached from this one by jumps, for the messages
+    """
+
+    jump: int = 0
+    ring: Group | None = None
+
+    @classmethod
+    def between(
+        cls, topology: Topology, jump: int, timeout: datetime.timedelta | None = None
+    ) -> Replication:
+        """Connect the ranks for messages between neighbours. All ranks call this.
+
+        The messages have groups of their own: in the world's, small ones would wait for them.
+        """
+        size = topology.world.size
+        step = math.gcd(jump, size)
+        if step == size:
+            return cls()
+        ranks = range(topology.rank % step, size, step)
+        return cls(jump, topology.messages_between(ranks, timeout))
+
+
 @dataclass
-class _Pending:
+class _PendingLocal:
     """A local save between its copy and the moment at which all ranks have it.
 
     own, copy  the slots of this rank's shards, and of its neighbour's; None: no replication
@@ -102,8 +127,8 @@ class _Pending:
     """
 
     key: Key
-    own: Slot
-    copy: Slot | None
+    own: MemorySlot
+    copy: MemorySlot | None
     begun: float
     hashed: Future[str] = field(default_factory=Future)
     receive: dist.Work | None = None
@@ -122,12 +147,11 @@ class LocalSaver:
 
     All ranks call each method, in the same order, except `advance`, `done` and `close`.
 
-    memory   this rank's memory file
-    jump     the neighbour of rank r, which keeps a copy, is r + jump modulo the ranks; 0: none
-    keep     the save that has been loaded, if it was a local one: it stays until there is a newer
-             one
-    timeout  of messages
-    alive    called on the calling thread while it waits
+    memory       this rank's memory file
+    replication  where the copies are
+    keep         the save that has been loaded, if it was a local one: it stays until there is a
+                 newer one
+    alive        called on the calling thread while it waits
 
     Two copies of a rank's shards, and two of its neighbour's, are allocated at once. If slots of
     other sizes hold the save in `keep`, only one of each is, and the others after the first save.
@@ -140,10 +164,9 @@ class LocalSaver:
         memory: MemoryFile,
         engine: Engine,
         topology: Topology,
+        replication: Replication = Replication(),
         *,
-        jump: int = 0,
         keep: Key | None = None,
-        timeout: datetime.timedelta | None = None,
         alive: Alive = nothing,
     ) -> None:
         world = topology.world
@@ -152,7 +175,7 @@ class LocalSaver:
         self._topology = topology
         self._alive = alive
         self._last = keep  # the newest save that all ranks have
-        self._pending: _Pending | None = None
+        self._pending: _PendingLocal | None = None
         self._entries: tuple[Entries, str] | None = None
         self.note = ""
         """Why a rank's memory could not be pinned; "" if it was or need not be."""
@@ -167,15 +190,12 @@ class LocalSaver:
         self._elements = int(table[:, 2].sum())
         self._number = int(table[:, 3].max())
         self._attempt = broadcast_object(secrets.token_hex(8), world)
-        self._to = (topology.rank + jump) % world.size
-        self._from = (topology.rank - jump) % world.size
-        self._ring: Group | None = None
+        self._ring = replication.ring
+        self._to = (topology.rank + replication.jump) % world.size
+        self._from = (topology.rank - replication.jump) % world.size
         self._sizes = {OWN: (data, header)}
-        if self._to != topology.rank:
+        if self._ring is not None:
             self._sizes[COPY] = (int(table[self._from, 0]), int(table[self._from, 1]))
-            ranks = range(topology.rank % (step := math.gcd(jump, world.size)), world.size, step)
-            # A group for these messages: in the world's group, small ones would wait for them.
-            self._ring = topology.messages_between(ranks, timeout)
         self._settled = False
         self._arrange()
 
@@ -204,10 +224,16 @@ class LocalSaver:
         """Return the newest save that all ranks have."""
         return self._last
 
-    def start(self, iteration: int, state: Mapping[str, object]) -> None:
+    def start(
+        self,
+        iteration: int,
+        state: Mapping[str, object],
+        about: Callable[[], Mapping[str, object]] = dict,
+    ) -> None:
         """Copy the engine's state; return when the engine may change.
 
         state  the caller's own counters, serializable as JSON and the same on every rank
+        about  returns settings and provenance of the run; called on rank 0, in a thread
 
         Waits for an earlier save that is still pending.
         """
@@ -215,7 +241,7 @@ class LocalSaver:
         self._number += 1
         topology = self._topology
         key = Key(self._number, iteration, self._attempt)
-        pending = _Pending(key, self._free(OWN), None, time.perf_counter())
+        pending = _PendingLocal(key, self._free(OWN), None, time.perf_counter())
         pending.own.erase()
         if self._ring is not None:
             pending.copy = self._free(COPY)
@@ -238,7 +264,7 @@ class LocalSaver:
             "state": state,
             "engine": self._engine.scalars(),
         }
-        _in_thread(pending.hashed, partial(_complete, pending.own, content, stored))
+        _in_thread(pending.hashed, partial(_complete, pending.own, content, about, stored))
         self._pending = pending
 
     def advance(self) -> None:
@@ -314,9 +340,7 @@ class LocalSaver:
         if pending is None:
             return
         wait([pending.hashed])
-        if pending.received is not None:
-            wait([pending.received], _LEAVE_S)
-        # A message that is still arriving would be written into a slot that is used again.
+        # A message that still arrives must not be written into a slot that is used again.
         if pending.copy is not None and not pending.done:
             self._memory.remove(pending.copy)
 
@@ -336,10 +360,10 @@ class LocalSaver:
             self._entries = entries, json.dumps(entries, separators=(",", ":"))
         return self._entries[1]
 
-    def _fits(self, slot: Slot) -> bool:
+    def _fits(self, slot: MemorySlot) -> bool:
         return (slot.data_bytes, slot.header_bytes) == self._sizes.get(slot.role)
 
-    def _free(self, role: str) -> Slot:
+    def _free(self, role: str) -> MemorySlot:
         """Return the slot of a role for the next save, which is not that of the last one."""
         slots = [
             slot
@@ -390,12 +414,18 @@ def _keys(memory: MemoryFile) -> list[Key]:
     return keys
 
 
-def _complete(slot: Slot, content: Mapping[str, Any], stored: str) -> str:
+def _complete(
+    slot: MemorySlot,
+    content: Mapping[str, Any],
+    about: Callable[[], Mapping[str, object]],
+    stored: str,
+) -> str:
     """Hash a copy and write its header; return a problem that leaves the slot empty, or ""."""
     value = slot.digest(content["size_bytes"], nothing)
     sys.audit(_EVENT, "hashed")
     try:
-        text = json.dumps({**content, "digest": value}, separators=(",", ":"))
+        more = {"digest": value, "about": about() if content["rank"] == 0 else {}}
+        text = json.dumps({**content, **more}, separators=(",", ":"))
         slot.complete(content["key"], f'{text[:-1]},"stored":{stored}}}'.encode())
     except (CheckpointError, TypeError, ValueError) as error:
         return str(error)

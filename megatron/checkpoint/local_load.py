@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.load import Damage, load_counters, read_state, use_loaded
+from megatron.checkpoint.load import load_counters, read_state, use_loaded
 from megatron.checkpoint.memory_file import OWN, Header, Key, MemoryFile
 from megatron.checkpoint.shards import Entries, Shard, Stored, named, overlap
 from megatron.checkpoint.tensors import Tensors, clear_padding, tensors_to_load
@@ -34,24 +34,30 @@ from megatron.parallel.topology import Group, Topology
 _ROUND_BYTES = 64 << 20  # bytes that a rank receives at a time, if no part of a shard is larger
 
 
-@dataclass(frozen=True)
-class LocalState:
-    """A local checkpoint that has been loaded; the same on every rank.
+class Found(NamedTuple):
+    """A local checkpoint that is complete and undamaged; the same on every rank but for `headers`.
 
-    iteration   completed iterations
     state       counters that the caller gave when saving
+    engine      counters of the engine
+    about       settings and provenance of the run, as rank 0 gave them when saving
     size_bytes  size of all its shards
-    from_peers  bytes of them that ranks got from other ranks
+    headers     headers of this rank's slots that belong to it, by their indices
     """
 
     key: Key
     state: dict[str, Any]
+    engine: dict[str, Any]
+    about: dict[str, Any]
     size_bytes: int
-    from_peers: int
+    headers: Mapping[int, Header]
 
     @property
     def iteration(self) -> int:
         return self.key.iteration
+
+    @property
+    def where(self) -> str:
+        return f"the local checkpoint of iteration {self.iteration}"
 
 
 class _Held(NamedTuple):
@@ -72,7 +78,7 @@ class _Held(NamedTuple):
     size_bytes: int
 
 
-class Choice(NamedTuple):
+class _Chosen(NamedTuple):
     """A complete save: `slots` has the (holder, slot) of each rank's shards."""
 
     key: Key
@@ -82,7 +88,7 @@ class Choice(NamedTuple):
 
 def choose(
     inventories: Sequence[Sequence[_Held]], at_least: int, at_most: int | None
-) -> tuple[Choice | None, list[str]]:
+) -> tuple[_Chosen | None, list[str]]:
     """Return the newest save whose shards are complete, and why newer ones are not taken.
 
     inventories  of each rank
@@ -106,7 +112,7 @@ def choose(
                 f"iteration {key.iteration}: copies of weights were last compared after "
                 f"iteration {at_most}"
             )
-        elif lacking:
+        elif lacking or 0 not in saves[key]:  # the first rank's header has more than its shards
             lost = sorted(set(range(shards[0].world)) - saves[key].keys())
             rejected.append(
                 f"iteration {key.iteration}: incomplete, the shards of ranks "
@@ -114,33 +120,28 @@ def choose(
             )
         else:
             slots = {rank: (holder, one.slot) for rank, (one, holder) in saves[key].items()}
-            return Choice(key, slots, sum(one.size_bytes for one in shards)), rejected
+            return _Chosen(key, slots, sum(one.size_bytes for one in shards)), rejected
     return None, rejected
 
 
-def load_local(
+def find_local(
     memory: MemoryFile,
-    engine: Engine,
     topology: Topology,
-    config: Config,
     *,
     at_least: int = 0,
     compared: bool = False,
     alive: Alive = nothing,
     say: Callable[[str], object] = lambda text: None,
-) -> LocalState | None:
-    """Load the newest local checkpoint that is complete into an engine of any layout.
+) -> Found | None:
+    """Return the newest local checkpoint that is complete and undamaged; None if there is none.
 
     All ranks call it.
 
     memory    what this rank has from earlier processes
-    at_least  iteration of the newest checkpoint on disk
+    at_least  iteration of the newest checkpoint on disk: older ones and this one are not wanted
     compared  whether the copies of the weights must have been compared at its iteration or later:
-              after they differed, the newest state may have the fault
+              after they differed, the newest state may have the fault; later saves are erased
     say       called on the first rank with what is rejected, and why
-
-    Returns None if no complete checkpoint is newer than `at_least`; the engine is then undefined if
-    one could not be read, and as it was otherwise.
     """
     world = topology.world
     inventory, problems = _inventory(memory)
@@ -157,44 +158,74 @@ def load_local(
                 slot.erase()
     reported: set[str] = set()
     while True:
-        choice: Choice | None = None
+        chosen: _Chosen | None = None
         if world.is_first:
-            choice, more = choose(inventories, at_least, at_most)
+            chosen, more = choose(inventories, at_least, at_most)
             for text in [*rejected, *more]:
                 if text not in reported:
                     reported.add(text)
                     say(f"local checkpoint not used: {text}")
-        choice = broadcast_object(choice, world)
-        if choice is None:
+        chosen = broadcast_object(chosen, world)
+        if chosen is None:
             return None
-        slots = {slot for holder, slot in choice.slots.values() if holder == topology.rank}
-        found: dict[int, Header] = {}
-        damaged: list[int] = []
-        for index in sorted(slots):
-            header = memory.slots[index].read()
-            assert header is not None, "it was listed"
-            found[index] = header
-            if memory.slots[index].digest(header.size_bytes, alive) != header.digest:
-                damaged.append(index)
+        headers, damaged = _verified(chosen, memory, topology.rank, alive)
         all_damaged = gather_objects(damaged, world)
+        if not any(all_damaged):
+            holder, index = chosen.slots[0]
+            told = None
+            if holder == topology.rank:
+                first = headers[index]
+                told = first.state, first.engine, first.about
+            told = broadcast_object(told, world, holder)
+            assert told is not None, "its holder gave it"
+            return Found(chosen.key, *told, chosen.size_bytes, headers)
         rejected = []
-        for holder, indices in enumerate(all_damaged):
-            for held in (
-                [h for h in inventories[holder] if h.slot in indices] if inventories else ()
-            ):
-                inventories[holder].remove(held)
+        for holder, held in enumerate(inventories):
+            for one in [one for one in held if one.slot in all_damaged[holder]]:
+                held.remove(one)
                 rejected.append(
-                    f"rank {holder}: the shards of rank {held.rank} at iteration "
-                    f"{held.key.iteration} are damaged: their digest differs"
+                    f"rank {holder}: the shards of rank {one.rank} at iteration "
+                    f"{one.key.iteration} are damaged: their digest differs"
                 )
-        if any(all_damaged):
-            continue
-        try:
-            return _load(choice, memory, found, engine, topology, config, alive)
-        except Damage as error:
-            rejected = [str(error)]
-            for some in inventories:
-                some[:] = [held for held in some if held.key != choice.key]
+
+
+def load_local(
+    found: Found,
+    memory: MemoryFile,
+    engine: Engine,
+    topology: Topology,
+    config: Config,
+    alive: Alive = nothing,
+) -> int:
+    """Load the result of `find_local` into an engine of any layout; return the bytes from peers.
+
+    All ranks call it. Shards that a rank has not in its own `memory` are sent by ranks that have
+    them: the result counts their bytes, over all ranks. Raises CheckpointError on every rank.
+    """
+    averaged = config.optimizer.ema_decay is not None
+    clear_padding(engine, optimizer=True)
+    tensors = tensors_to_load(engine, optimizer=True, averaged=averaged)
+    source = _Memories(found, memory, tensors, topology)
+    read_state(source, list(tensors.items()), engine.chunks, topology, alive)
+    load_counters(engine, found.engine, found.where)
+    use_loaded(engine, averaged)
+    memory.copies_compared(min(memory.compared, found.iteration))
+    return int(all_reduce(torch.tensor([source.received]), topology.world).item())
+
+
+def _verified(
+    chosen: _Chosen, memory: MemoryFile, rank: int, alive: Alive
+) -> tuple[dict[int, Header], list[int]]:
+    """Return the headers of a rank's slots that are chosen, and the indices of damaged ones."""
+    headers: dict[int, Header] = {}
+    damaged: list[int] = []
+    for index in sorted({slot for holder, slot in chosen.slots.values() if holder == rank}):
+        header = memory.slots[index].read()
+        assert header is not None, "it was listed"
+        headers[index] = header
+        if memory.slots[index].digest(header.size_bytes, alive) != header.digest:
+            damaged.append(index)
+    return headers, damaged
 
 
 def _inventory(memory: MemoryFile) -> tuple[list[_Held], list[str]]:
@@ -225,34 +256,7 @@ def _inventory(memory: MemoryFile) -> tuple[list[_Held], list[str]]:
     return held, problems
 
 
-def _load(
-    choice: Choice,
-    memory: MemoryFile,
-    found: Mapping[int, Header],
-    engine: Engine,
-    topology: Topology,
-    config: Config,
-    alive: Alive,
-) -> LocalState:
-    """Load a save that is complete. Raises Damage, or CheckpointError, on every rank."""
-    world = topology.world
-    holder, index = choice.slots[min(choice.slots)]
-    header = found.get(index) if holder == topology.rank else None
-    told = ({}, {}) if header is None else (header.state, header.engine)
-    state, scalars = broadcast_object(told, world, holder)
-    averaged = config.optimizer.ema_decay is not None
-    clear_padding(engine, optimizer=True)
-    tensors = tensors_to_load(engine, optimizer=True, averaged=averaged)
-    source = _Memories(choice.key, memory, found, tensors, topology)
-    read_state(source, list(tensors.items()), engine.chunks, topology, alive)
-    load_counters(engine, scalars, source.where)
-    use_loaded(engine, averaged)
-    received = all_reduce(torch.tensor([source.received]), world)
-    memory.copies_compared(min(memory.compared, choice.key.iteration))
-    return LocalState(choice.key, state, choice.size_bytes, int(received.item()))
-
-
-class _Piece(NamedTuple):
+class _SentPart(NamedTuple):
     """A part of a tensor that a rank sends to another, from a shard in one of its slots.
 
     to            the receiving rank
@@ -279,30 +283,23 @@ class _Piece(NamedTuple):
 class _Round:
     """Messages that a rank exchanges at a time: pieces that it sends, and shards from (rank)."""
 
-    sends: list[_Piece] = field(default_factory=list)
+    sends: list[_SentPart] = field(default_factory=list)
     receives: list[tuple[int, str, Shard]] = field(default_factory=list)
 
 
 class _Memories:
-    """A Source: slots in the memory of all ranks, which send each other what they lack.
+    """A StateSource: slots in the memory of all ranks, which send each other what they lack.
 
     Creating one is collective. `received` is the number of bytes that this rank gets from others.
-
-    found  headers of this rank's slots that are read, by their indices
     """
 
     def __init__(
-        self,
-        key: Key,
-        memory: MemoryFile,
-        found: Mapping[int, Header],
-        tensors: Tensors,
-        topology: Topology,
+        self, found: Found, memory: MemoryFile, tensors: Tensors, topology: Topology
     ) -> None:
-        self.where = f"the local checkpoint of iteration {key.iteration}"
+        self.where = found.where
         self.received = 0
         self._memory = memory
-        self._found = found
+        self._headers = found.headers
         self._topology = topology
         self._stored: dict[str, Stored] = {}
         self._own: dict[tuple[str, Shard], int] = {}  # slots of the shards in this rank's memory
@@ -311,7 +308,7 @@ class _Memories:
         asked = _share(self._take_own(tensors), world)
         if any(asked):
             answers = [
-                _Piece(to, name, *part)
+                _SentPart(to, name, *part)
                 for to, regions in enumerate(asked)
                 if to != topology.rank
                 for name, offset, sizes in regions
@@ -337,7 +334,7 @@ class _Memories:
         """
         needs = []
         for name, shards in tensors.items():
-            for index, header in self._found.items():
+            for index, header in self._headers.items():
                 if name not in header.stored:
                     continue
                 stored = header.stored[name]
@@ -358,8 +355,8 @@ class _Memories:
     def _parts(
         self, name: str, offset: Index, sizes: Index
     ) -> Iterator[tuple[Index, str, Index, Index, int, int]]:
-        """Yield the rest of a _Piece for each part of a region that this rank has."""
-        for index, header in self._found.items():
+        """Yield the rest of a _SentPart for each part of a region that this rank has."""
+        for index, header in self._headers.items():
             entry = header.stored.get(name)
             for shard in entry["boxes"] if entry is not None else ():
                 regions = overlap(shard.offset, shard.sizes, offset, sizes)
@@ -379,7 +376,9 @@ class _Memories:
         rounds: dict[int, _Round] = defaultdict(_Round)
         for holder, pieces in enumerate(answers):
             for to, name, shape, dtype, offset, sizes, *where in pieces:
-                piece = _Piece(to, name, tuple(shape), dtype, tuple(offset), tuple(sizes), *where)
+                piece = _SentPart(
+                    to, name, tuple(shape), dtype, tuple(offset), tuple(sizes), *where
+                )
                 number = to_come[to] // _ROUND_BYTES
                 if holder == self._topology.rank:
                     rounds[number].sends.append(piece)
@@ -441,11 +440,11 @@ class _Memories:
             work.wait()
             self._topology.flight.leave()
 
-    def _bytes_of(self, piece: _Piece) -> torch.Tensor:
+    def _bytes_of(self, piece: _SentPart) -> torch.Tensor:
         """Return the bytes of a piece, uint8; a copy unless they are contiguous in the slot."""
         (shard,) = (
             shard
-            for shard in self._found[piece.slot].stored[piece.name]["boxes"]
+            for shard in self._headers[piece.slot].stored[piece.name]["boxes"]
             if shard.start == piece.start
         )
         values = _typed(

@@ -58,6 +58,7 @@ class Header:
     elements     number of elements that all ranks of the save hold together
     size_bytes   size of the copy, and `digest` its digest
     state        counters of the training loop, and `engine` those of the engine, as in STATE
+    about        settings and provenance of the run, of rank 0 only
     stored       entries of the shards; `start` counts from the beginning of the slot
     """
 
@@ -69,6 +70,7 @@ class Header:
     digest: str
     state: dict[str, Any]
     engine: dict[str, Any]
+    about: dict[str, Any]
     stored: Entries
 
     @classmethod
@@ -83,7 +85,7 @@ class Header:
 
 
 @dataclass(eq=False)
-class Slot:
+class MemorySlot:
     """A slot of a memory file.
 
     fd            the file
@@ -172,7 +174,7 @@ class MemoryFile:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.slots: list[Slot] = []
+        self.slots: list[MemorySlot] = []
         self.compared = 0
         self.rejected = ""
         self._count = 0
@@ -186,7 +188,7 @@ class MemoryFile:
             self._count = newest["count"]
             self.compared = newest["compared"]
             self._end = newest["end"]
-            self.slots = [Slot(fd, *entry) for entry in newest["slots"]]
+            self.slots = [MemorySlot(fd, *entry) for entry in newest["slots"]]
         elif self._tables[:].strip(b"\0"):
             self.rejected = "the list of its slots is damaged"
             self._end = max(self._end, os.fstat(fd).st_size)
@@ -220,19 +222,19 @@ class MemoryFile:
             self.compared = iteration
             self._write_table()
 
-    def add(self, role: str, data_bytes: int, header_bytes: int) -> Slot:
+    def add(self, role: str, data_bytes: int, header_bytes: int) -> MemorySlot:
         """Add an empty slot. Raises OSError if there is no memory for it."""
         start = self._end
         size = data_bytes + header_bytes
         # takes all pages now, so that no copy fails later
         os.posix_fallocate(self.fd, start, size)
         self._end = start + size
-        slot = Slot(self.fd, start, data_bytes, header_bytes, role)
+        slot = MemorySlot(self.fd, start, data_bytes, header_bytes, role)
         self.slots.append(slot)
         self._write_table()
         return slot
 
-    def remove(self, slot: Slot) -> None:
+    def remove(self, slot: MemorySlot) -> None:
         """Remove a slot, and return its memory to the system."""
         self.slots.remove(slot)
         self._write_table()

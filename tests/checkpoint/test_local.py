@@ -1,5 +1,6 @@
 """Local checkpoints: every number comes back from memory, after losses, damage and kills."""
 
+import fcntl
 import os
 from typing import Any, NamedTuple
 
@@ -7,8 +8,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron.checkpoint.local import LocalSaver, neighbour_jump
-from megatron.checkpoint.local_load import load_local
+from megatron.checkpoint.local import LocalSaver, Replication, neighbour_jump
+from megatron.checkpoint.local_load import find_local, load_local
 from megatron.checkpoint.memory_file import MemoryFile
 from megatron.errors import CheckpointError
 from tests.checkpoint.saver_cases import spoil
@@ -73,6 +74,11 @@ def flip(fd, role, iteration):
     raise AssertionError("no such slot")
 
 
+def saver_of(job, fd, jump, keep=None):
+    replication = Replication.between(job.topology, jump)
+    return LocalSaver(MemoryFile(fd), job.engine, job.topology, replication, keep=keep)
+
+
 def saved(saver, job, *iterations):
     """Take a step and save, for each iteration; return the state after each."""
     states = {}
@@ -91,7 +97,7 @@ def on_four(rank, case):
     fields = fields_of(case.words)
     job = job_of(case.model, fields, 4)
     fd = memory()
-    saver = LocalSaver(MemoryFile(fd), job.engine, job.topology, jump=case.jump)
+    saver = saver_of(job, fd, case.jump)
     states = saved(saver, job, 1)
     if case.compared is not None:
         saver.copies_compared(case.compared)
@@ -109,27 +115,27 @@ def on_four(rank, case):
     spoil(job.engine)
     lines: list[str] = []
     memories = MemoryFile(fd)
-    arguments = job.engine, job.topology, job.config
-    loaded = load_local(memories, *arguments, say=lines.append, compared=case.compared is not None)
+    compared = case.compared is not None
+    loaded = find_local(memories, job.topology, say=lines.append, compared=compared)
     out: dict[str, Any] = {"lines": lines, "loss": expected}
     if loaded is None:
         return out
+    out["from_peers"] = load_local(loaded, memories, job.engine, job.topology, job.config)
     job.engine.wait_for_weights()
     out |= {
         "saved": states[loaded.iteration],
         "found": state_of(job),
         "taken": (loaded.iteration, loaded.state),
-        "from_peers": loaded.from_peers,
     }
     # the next job saves beside what it has loaded, and then in its place
-    saver = LocalSaver(memories, job.engine, job.topology, jump=case.jump, keep=loaded.key)
-    assert load_local(MemoryFile(fd), *arguments).key == loaded.key
-    assert load_local(MemoryFile(fd), *arguments, at_least=loaded.iteration) is None
+    saver = saver_of(job, fd, case.jump, keep=loaded.key)
+    assert find_local(MemoryFile(fd), job.topology).key == loaded.key
+    assert find_local(MemoryFile(fd), job.topology, at_least=loaded.iteration) is None
     out["next"] = next_loss(job)
     saver.start(9, {})
     saver.finish()
-    assert load_local(MemoryFile(fd), *arguments).iteration == 9
-    assert len(memories.slots) == 4
+    assert find_local(MemoryFile(fd), job.topology).iteration == 9
+    assert len(MemoryFile(fd).slots) == 4
     os.close(fd)
     return out
 
@@ -180,7 +186,7 @@ def a_node_less(rank, folder):
     """Lose the second node, and go on with one replica of two on the ranks of the first."""
     job = job_of("split", fields_of("tp2 zero2"), 4)
     fd = memory()
-    states = saved(LocalSaver(MemoryFile(fd), job.engine, job.topology, jump=JUMP), job, 1, 2)
+    states = saved(saver_of(job, fd, JUMP), job, 1, 2)
     dist.barrier()
     dist.destroy_process_group()
     if rank in NODES[1]:
@@ -188,8 +194,9 @@ def a_node_less(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     job = job_of("split", fields_of("tp2 zero0"), 2, join(2))
     spoil(job.engine)
-    loaded = load_local(MemoryFile(fd), job.engine, job.topology, job.config)
-    assert loaded is not None and loaded.from_peers > 0
+    memories = MemoryFile(fd)
+    loaded = find_local(memories, job.topology)
+    assert load_local(loaded, memories, job.engine, job.topology, job.config) > 0
     return {"saved": states[2], "found": state_of(job)}
 
 
@@ -206,7 +213,7 @@ def killed(rank, moment, descriptors):
     """Save after steps 1 and 2; rank 0 is killed at a moment of the second save."""
     fd = os.open(descriptors[rank], os.O_RDWR)
     job = job_of("tied", fields_of("pp2"), 2)
-    saver = LocalSaver(MemoryFile(fd), job.engine, job.topology, jump=1)
+    saver = saver_of(job, fd, 1)
     saved(saver, job, 1)
     if rank == 0:
         strike("megatron.checkpoint.local", 1, "kill", moment)
@@ -215,10 +222,10 @@ def killed(rank, moment, descriptors):
 
 def after_a_kill(rank, descriptors):
     job = job_of("tied", fields_of("pp2"), 2)
-    loaded = load_local(
-        MemoryFile(os.open(descriptors[rank], os.O_RDWR)), job.engine, job.topology, job.config
-    )
-    return None if loaded is None else loaded.iteration
+    memories = MemoryFile(os.open(descriptors[rank], os.O_RDWR))
+    loaded = find_local(memories, job.topology)
+    load_local(loaded, memories, job.engine, job.topology, job.config)
+    return loaded.iteration
 
 
 @pytest.mark.slow
@@ -236,13 +243,12 @@ def test_a_kill_leaves_a_whole_save(moment, iteration):
 
 def no_memory(rank):
     job = job_of("tied", fields_of("pp2"), 2)
-    file = MemoryFile(memory())
+    fd = memory()
+    MemoryFile(fd)
     if rank == 1:
-        import fcntl
-
-        fcntl.fcntl(file.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
-    with pytest.raises(CheckpointError, match=r"rank 1: .*"):
-        LocalSaver(file, job.engine, job.topology, jump=1)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    with pytest.raises(CheckpointError, match="rank 1: "):
+        saver_of(job, fd, 1)
 
 
 @pytest.mark.slow
