@@ -16,16 +16,19 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 import torch
+import xxhash
 
-from megatron.checkpoint.files import STATE, StrPath, digest, read_manifest
+from megatron.checkpoint.files import STATE, StrPath, read_manifest
 from megatron.checkpoint.find import (
     Checkpoint,
     CheckpointChoice,
@@ -55,7 +58,7 @@ from megatron.checkpoint.tensors import (
     weights_to_load,
 )
 from megatron.checkpoint.upcycle import dense, dense_name, from_dense, scale_outputs
-from megatron.checkpoint.writer import Alive, nothing
+from megatron.checkpoint.writer import BLOCK, Alive, envelope, nothing
 from megatron.config import Config
 from megatron.config.model import may_be_missing
 from megatron.engine.engine import Engine
@@ -460,10 +463,28 @@ def read_shards(
 ) -> Iterator[tuple[str, Shard, torch.Tensor]]:
     """Yield (name, shard, values) for `shards`, in their order in the files.
 
-    The values are in a buffer that the next shard overwrites: allocating memory for each shard
-    would take longer than reading it. Raises CheckpointError naming the file that is damaged.
+    The values are valid until the next shard is asked for, which a thread reads in the meantime.
+    Raises CheckpointError naming the file that is damaged.
     """
-    buffer = torch.empty(0, dtype=torch.uint8)
+    with (
+        contextlib.closing(_read_in_turn(folder, shards, stored)) as reading,
+        ThreadPoolExecutor(1, "read-checkpoint") as thread,
+    ):
+        following = thread.submit(next, reading, None)
+        while (current := following.result()) is not None:
+            following = thread.submit(next, reading, None)
+            yield current
+
+
+def _read_in_turn(
+    folder: Path, shards: Iterable[tuple[str, Shard]], stored: Entries
+) -> Generator[tuple[str, Shard, torch.Tensor], None, None]:
+    """Yield the same as `read_shards`; the values are valid until the next but one is read.
+
+    They are in one of two buffers, which later shards overwrite: allocating memory for each shard
+    would take longer than reading it.
+    """
+    buffer, other = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
     ordered = sorted(shards, key=lambda entry: (entry[1].file, entry[1].start))
     for file, entries in itertools.groupby(ordered, key=lambda entry: entry[1].file):
         path = folder / file
@@ -477,8 +498,8 @@ def read_shards(
                     size = os.fstat(opened.fileno()).st_size
                     if end <= size:
                         opened.seek(shard.start)
-                        reader = cast(io.BufferedReader, opened)
-                        size = shard.start + reader.readinto(data.numpy().data)
+                        read, value = _read_digested(opened, data.numpy().data)
+                        size = shard.start + read
                 except OSError as error:
                     raise CheckpointError(
                         f"{path} cannot be read ({error.strerror or error}); {name} is in it"
@@ -488,12 +509,31 @@ def read_shards(
                         f"{path} has {size} bytes, but at least {end} were written; it contains "
                         f"{name}"
                     )
-                if shard.digest is not None and digest(data.numpy().data) != shard.digest:
+                if shard.digest is not None and value != shard.digest:
                     raise CheckpointError(
                         f"{path} is damaged: bytes {shard.start} to {end}, a part of {name}, are "
                         "not those that were written"
                     )
                 yield name, shard, _tensor_in(data, path, name, shard, stored[name]["dtype"])
+                buffer, other = other, buffer
+
+
+def _read_digested(file: BinaryIO, target: memoryview) -> tuple[int, str]:
+    """Fill `target` from a file; return the number of bytes read, and their digest.
+
+    Each block is digested while it is in the processor's cache. Raises OSError.
+    """
+    reader = cast(io.BufferedReader, file)
+    value = xxhash.xxh3_128()
+    done = 0
+    while done < len(target):
+        block = target[done : done + BLOCK]
+        read = reader.readinto(block)
+        if not read:
+            break
+        value.update(block[:read])
+        done += read
+    return done, value.hexdigest()
 
 
 def read_tensor(
@@ -555,6 +595,15 @@ def _tensor_in(data: torch.Tensor, path: Path, name: str, shard: Shard, dtype: s
     It is a view of `data` if it is contiguous and starts at the beginning of its storage. Raises
     CheckpointError if `data` is not a tensor of the shard's sizes and of `dtype`.
     """
+    # The usual case: no pickle needs to be read, which takes longer than a megabyte of values.
+    before, after = envelope(getattr(torch, dtype), shard.sizes)
+    start, stop = len(before), len(data) - len(after)
+    if (
+        stop - start == math.prod(shard.sizes) * getattr(torch, dtype).itemsize
+        and data[:start].numpy().tobytes() == before
+        and data[stop:].numpy().tobytes() == after
+    ):
+        return data[start:stop].view(getattr(torch, dtype)).view(shard.sizes)
     stream: Any = _Stream(data.numpy().data)
     check_torch_file(stream, f"{path}, where {name} is,", CheckpointError)
     try:
