@@ -22,7 +22,6 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 from megatron.config.option import Parser, integer, real
 from megatron.planner.cluster import Cluster, known_clusters, load_cluster
 from megatron.planner.effective_time import (
-    TAKE_NODES,
     EffectiveTime,
     LongRun,
     best_interval_s,
@@ -289,8 +288,8 @@ def advice(run: LongRun) -> list[str]:
     """Return recommended intervals and limits."""
     within = run.rate(*(kind for kind in run.rates if kind != "maintenance"))
     job_s = run.job_s or run.days * 86400
-    restarts = sum(run.rate(kind) * run.restarts(kind) for kind in run.rates) * job_s
-    lost = run.rate(*TAKE_NODES) * job_s
+    restarts = sum(run.rate(kind) * run.restarts_of(kind) for kind in run.rates) * job_s
+    lost = run.rate(*run.take_nodes) * job_s
     lines = [
         f"mean time between faults: {1 / within / 3600:.2f} h",
         f"best time between saves (Young, Daly): local {best_interval_s(run.local_stall_s, within):.0f} s"

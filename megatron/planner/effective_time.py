@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from megatron.errors import ConfigError
 from megatron.planner.faults import KINDS
 
 DAY_S = 86400.0
 TAKE_NODES = ("device", "node", "network")
-"""Kinds of faults after which a node is no longer used."""
+"""Kinds of faults after which a node is usually not used any more."""
+RESTARTS = {"device": 2, "maintenance": 0}
+"""Restarts within the job that a fault costs, if not one."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class LongRun:
                           that the local checkpoint is lost, too
     machine_nodes         nodes of the machine that a job can get; None: always enough
     repair_s              time after which a node that failed can be used again
+    take_nodes            kinds of faults after which a node is not used any more
+    restarts              restarts within the job after a fault of each kind, if not one
     """
 
     nodes: int
@@ -75,6 +79,8 @@ class LongRun:
     disk_fraction: float = 0.01
     machine_nodes: int | None = None
     repair_s: float = DAY_S
+    take_nodes: tuple[str, ...] = TAKE_NODES
+    restarts: Mapping[str, int] = field(default_factory=lambda: RESTARTS)
 
     def __post_init__(self) -> None:
         if self.disk_steps < 1 or (self.local_steps and self.disk_steps % self.local_steps):
@@ -94,9 +100,9 @@ class LongRun:
     def detection(self, kind: str) -> float:
         return (self.detection_s or {}).get(kind, 0.0)
 
-    def restarts(self, kind: str) -> int:
+    def restarts_of(self, kind: str) -> int:
         """Return the number of restarts within the job that a fault of this kind costs."""
-        return {"device": 2, "maintenance": 0}.get(kind, 1)
+        return self.restarts.get(kind, 1)
 
     @property
     def save_s(self) -> float:
@@ -179,8 +185,15 @@ def _rate_within(run: LongRun, kept: float) -> float:
 
     kept  share of the lost nodes without which the job goes on
     """
-    others = (kind for kind in KINDS if kind not in (*TAKE_NODES, "maintenance"))
-    return run.rate(*others) + kept * run.rate(*TAKE_NODES)
+    return sum(_rates_within(run, kept).values())
+
+
+def _rates_within(run: LongRun, kept: float) -> dict[str, float]:
+    return {
+        kind: run.rate(kind) * (kept if kind in run.take_nodes else 1.0)
+        for kind in KINDS
+        if run.restarts_of(kind)
+    }
 
 
 def _within_job(run: LongRun, kept: float) -> tuple[EffectiveTime, float]:
@@ -195,13 +208,9 @@ def _within_job(run: LongRun, kept: float) -> tuple[EffectiveTime, float]:
     if not total:
         busy = 1 + stall_s / work_s + disk_stall
         return EffectiveTime(1 / busy, saves=1 - 1 / busy), 0.0
-    weights = {
-        kind: run.rate(kind) * (kept if kind in TAKE_NODES else 1) / total
-        for kind in KINDS
-        if kind != "maintenance"
-    }
+    weights = {kind: rate / total for kind, rate in _rates_within(run, kept).items()}
     detection = {kind: _stopped_s(run, kind) for kind in weights}
-    restarts = {kind: run.restarts(kind) * run.restart_s for kind in weights}
+    restarts = {kind: run.restarts_of(kind) * run.restart_s for kind in weights}
 
     def mean(of_kind: Mapping[str, float]) -> float:
         return sum(weight * of_kind[kind] for kind, weight in weights.items())
@@ -216,7 +225,7 @@ def _within_job(run: LongRun, kept: float) -> tuple[EffectiveTime, float]:
     # Daly: of a time without faults, exponentially distributed, the complete intervals count.
     done_s = work_s / math.expm1(total * (work_s + stall_s))
     extra_s = mean({kind: _extra_lost_s(run, kind) for kind in weights})
-    slow_s = weights["slow"] * run.detection("slow") * (1 - 1 / run.slowdown)
+    slow_s = run.rate("slow") / total * run.detection("slow") * (1 - 1 / run.slowdown)
     up_s = 1 / total - slow_s
     saves_s = up_s * (stall_s / (work_s + stall_s) + disk_stall)
     effective_s = max((done_s - extra_s - slow_s) / (1 + disk_stall), 0.0)
@@ -243,7 +252,7 @@ def _extra_lost_s(run: LongRun, kind: str) -> float:
         # It is detected at the end of the interval of checkpoints on disk in which it occurred.
         return run.disk_s - run.save_s / 2
     to_disk = (run.disk_s - run.save_s) / 2 + run.disk_lag_s
-    share = run.disk_fraction if kind in TAKE_NODES and run.local_steps else 0.0
+    share = run.disk_fraction if kind in run.take_nodes and run.local_steps else 0.0
     return lag_s * (1 - share) + to_disk * share
 
 
@@ -265,7 +274,7 @@ class _Job:
 
 def _job(run: LongRun) -> _Job:
     spares = _spares(run)
-    lost = run.rate(*TAKE_NODES)
+    lost = run.rate(*run.take_nodes)
     # The store is on the first node, without which no job goes on.
     store = lost / run.nodes
     ends = run.rate("maintenance") + store
@@ -303,7 +312,7 @@ def _more_than(i: int, mean: float) -> float:
 
 def in_repair(run: LongRun) -> float:
     """Return the mean number of nodes in repair."""
-    return run.rate(*TAKE_NODES) * run.repair_s
+    return run.rate(*run.take_nodes) * run.repair_s
 
 
 def _spares(run: LongRun) -> int:

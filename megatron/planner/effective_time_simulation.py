@@ -10,7 +10,7 @@ import math
 import random
 from dataclasses import dataclass, field, fields
 
-from megatron.planner.effective_time import DAY_S, TAKE_NODES, EffectiveTime, LongRun
+from megatron.planner.effective_time import DAY_S, EffectiveTime, LongRun
 from megatron.planner.faults import KINDS
 
 
@@ -145,7 +145,9 @@ class _Simulation:
             return self.pause([("restarts", run.restart_s)])
         if self.slow and self.now >= min(self.slow):
             self.slow.remove(min(self.slow))
-            self.restarts += 1
+            if not run.restarts_of("slow"):
+                return True
+            self.restarts += run.restarts_of("slow")
             self.back_to(self.newest())
             return self.pause([("restarts", run.restart_s)])
         if self.now >= self.limit:
@@ -254,8 +256,10 @@ class _Simulation:
         if kind == "corruption":
             self.taint = self.work if self.taint is None else self.taint
             return True
+        if not run.restarts_of(kind):
+            return True
         state = self.newest()
-        if kind in TAKE_NODES:
+        if kind in run.take_nodes:
             if run.machine_nodes is not None:
                 heapq.heappush(self.repairs, self.now + run.repair_s)
             if self.chance.random() < run.disk_fraction:
@@ -269,10 +273,10 @@ class _Simulation:
                 self.spend("detection", run.detection("node"))
                 return False
         self.back_to(state)
-        self.restarts += run.restarts(kind)
+        self.restarts += run.restarts_of(kind)
         return self.pause(
             [
                 ("detection", run.detection(kind)),
-                ("restarts", run.restarts(kind) * run.restart_s),
+                ("restarts", run.restarts_of(kind) * run.restart_s),
             ]
         )
