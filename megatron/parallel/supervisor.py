@@ -69,7 +69,7 @@ _TICK_S = 0.05
 
 
 @dataclass(frozen=True)
-class Limits:
+class RestartLimits:
     """Limits on restarts.
 
     restarts   number of restarts; after them a fault ends the job
@@ -192,7 +192,7 @@ class Supervisor:
 
     launch: Launch
     timeout: timedelta
-    limits: Limits
+    limits: RestartLimits
     work: Callable[[Membership], int]
     on_end: Callable[[bool], object] = lambda saved: None
     say: Callable[[str], object] = lambda line: print(line, file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from megatron.engine.deepspeed_engine import import_deepspeed
 from megatron.errors import ConfigError
 from megatron.parallel.launch import Launch
 from megatron.parallel.membership import Membership
-from megatron.parallel.supervisor import Limits, Supervisor
+from megatron.parallel.supervisor import RestartLimits, Supervisor
 from megatron.training.run.process import run_guarded
 from megatron.training.run.stopping import requeue
 
@@ -51,7 +51,7 @@ def supervise(
 
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     smaller = partial(smaller_world, config, resized)
-    limits = Limits(training.max_restarts, training.spare_ranks, smaller)
+    limits = RestartLimits(training.max_restarts, training.spare_ranks, smaller)
     return Supervisor(launch, timeout, limits, work, on_end).run()
 
 
