@@ -199,8 +199,11 @@ class Callback:
         Not called with `last` if the run stops early.
         """
 
+    def on_state(self, run: Run) -> None:
+        """Called before the state is saved, on disk or in memory: update run.progress."""
+
     def before_save(self, run: Run) -> None:
-        """Called before a checkpoint is written."""
+        """Called before a checkpoint is written, after on_state."""
 
     def after_save(self, run: Run) -> None:
         """Called after a save has begun (it may still be running), and after the last step."""

@@ -428,6 +428,40 @@ class CheckpointConfig:
     async_save: bool = option(
         False, "Save in the background: training stops only while the state is copied."
     )
+    non_persistent_save_interval: int | None = option(
+        None,
+        "With --max-restarts, number of iterations between local checkpoints: copies of the state in "
+        "the memory of each node and of another one, from which a restart within the job continues. "
+        "auto (0): as often as costs at most 1 % of the time.",
+        NATURAL,
+        metavar="N|auto",
+        value_names={"auto": 0},
+    )
+    non_persistent_ckpt_type: str = option(
+        "local",
+        "Kind of the checkpoints of --non-persistent-save-interval.",
+        choices="local",
+        hint="local checkpoints are the only kind, in host memory: use local",
+        inert="local checkpoints are the only kind",
+    )
+    replication: bool = option(
+        True,
+        "Replicate local checkpoints.",
+        inert="they are replicated unless --replication-factor is 1 or the job has one node",
+    )
+    replication_factor: int = option(
+        2,
+        "Number of nodes whose memory has a rank's part of a local checkpoint: 2, or 1 for none but "
+        "its own.",
+        choices=(1, 2),
+    )
+    replication_jump: int | None = option(
+        None,
+        "Keep the copy of rank r's part of a local checkpoint on rank r + J.",
+        COUNT,
+        metavar="J",
+        derived="number of ranks per node",
+    )
     keep_last: int | None = option(
         None, "Keep the newest N checkpoints and remove older ones. Unset: keep all.", COUNT
     )

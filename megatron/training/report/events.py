@@ -338,6 +338,33 @@ class CheckpointSaved(Event):
     background: bool
 
 
+class LocalCheckpointSaved(Event):
+    """All ranks have a local checkpoint, `elapsed_s` after its start.
+
+    Training waited for `stall_s` of this time; `size_bytes` is the size of rank 0's shards.
+    """
+
+    event = "local_checkpoint"
+    shown: ClassVar[Mapping[str, str]] = {"stall_s": "local-save-stall-time"}
+    iteration: int
+    size_bytes: int
+    stall_s: float
+    elapsed_s: float
+
+
+class LocalCheckpointLoaded(Event):
+    """A restart within the job has loaded a local checkpoint in `elapsed_s`.
+
+    Of its `size_bytes`, ranks got `received_bytes` from other ranks.
+    """
+
+    event = "local_checkpoint_loaded"
+    iteration: int
+    size_bytes: int
+    received_bytes: int
+    elapsed_s: float
+
+
 class CheckpointFailed(Event):
     """A checkpoint could not be written."""
 

@@ -95,6 +95,8 @@ class SameCopies(Callback):
         with run.topology.flight.phase("copies"):
             run.engine.check_copies(f"after iteration {run.progress.iteration}")
         self._checked |= run.engine.has_moved
+        if run.local_saves is not None:
+            run.local_saves.copies_compared(run.progress.iteration)
 
 
 @dataclass(eq=False)
@@ -160,7 +162,7 @@ class DataLedger(Callback):
         if run.config.training.eval_iters and not last:
             self.after_save(run)
 
-    def before_save(self, run: Run) -> None:
+    def on_state(self, run: Run) -> None:
         run.progress.sources = self._ledger.record()
         splits = {"train": run.datasets.train, "valid": run.datasets.valid}
         former = run.progress.history

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,8 @@ def train(run: Run) -> Stop | None:
             energy_j=run.interval.used_j,
         )
     )
+    if run.local_saves is not None:
+        run.local_saves.close()
     if run.saves is not None:
         with run.topology.flight.phase("saving"):
             run.saves.close()
@@ -128,9 +130,26 @@ def between_steps(run: Run) -> Stop | None:
                 run.saves.commit_written(agreed)
         if stop is None and run.saves.is_due(iteration, agreed):  # a run that ends saves anyway
             save(run)
+    if run.local_saves is not None:
+        save_locally(run, agreed, last=stop is not None)
     if stop is None:
         run.agreement.post()
     return stop
+
+
+def save_locally(run: Run, agreed: Mapping[str, int], *, last: bool) -> None:
+    """Continue a local save, and start one that is due unless this was the `last` step."""
+    saves = run.local_saves
+    assert saves is not None, "the run saves to memory"
+    iteration = run.progress.iteration
+    saves.complete(agreed)
+    if last or not saves.is_due(iteration):
+        return
+    finish_step(run)
+    for callback in run.callbacks:
+        callback.on_state(run)
+    with run.aside("saving"):
+        saves.save(iteration, dataclasses.asdict(run.progress))
 
 
 def go_back(run: Run, spike: Spike) -> bool:
@@ -138,7 +157,10 @@ def go_back(run: Run, spike: Spike) -> bool:
     report(run)
     run.agreement.read()  # ends the one in progress
     with run.aside("loading"):
-        return roll_back(run, spike)
+        returned = roll_back(run, spike)
+        if returned and run.local_saves is not None:
+            run.local_saves.clear()
+    return returned
 
 
 def evaluate(run: Run, *, last: bool = False) -> None:
@@ -199,6 +221,8 @@ def save(run: Run, *, last: bool = False) -> None:
     if saves is not None:
         finish_step(run)
         if saves.saved_iteration != iteration:
+            for callback in run.callbacks:
+                callback.on_state(run)
             for callback in run.callbacks:
                 callback.before_save(run)
         last_s = saves.elapsed_s

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.export import export_problem
+from megatron.checkpoint.find import iteration_of
 from megatron.checkpoint.settings import checkpoint_bytes
 from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.config import Config
@@ -79,6 +80,7 @@ from megatron.training.run.host import (
     set_up_host,
 )
 from megatron.training.run.identity import identity, sample_digests
+from megatron.training.run.local_saves import LocalMemory, build_local_saves
 from megatron.training.run.loop import train
 from megatron.training.run.process import Signals
 from megatron.training.run.provenance import Provenance, layout_record, versions
@@ -103,7 +105,12 @@ from megatron.training.run.stopping import (
     WallTime,
     requeue,
 )
-from megatron.training.run.stored import stored_progress, stored_settings
+from megatron.training.run.stored import (
+    Stored,
+    stored_in_memory,
+    stored_progress,
+    stored_settings,
+)
 from megatron.training.run.tasks import context_of, read_tasks
 from megatron.training.safety.watchdog import Watchdog
 
@@ -166,13 +173,15 @@ def run_training(
                 *host,
             ]
         topology = connect_groups(config, rendezvous, timeout, ranks.mapping)
+        local: LocalMemory | None = None
         if membership is not None:
+            local = LocalMemory.of(config, membership, topology, locations, timeout)
             rendezvous.connected()
             membership.abort = partial(rendezvous.abort, topology)
         if claim is not None:
             decided_by_first(topology, partial(claim.take, partial(print, flush=True)))
         watchdog = build_watchdog(config, topology, rendezvous)
-        run = assemble(config, topology, signals, locations, host, started, watchdog)
+        run = assemble(config, topology, signals, locations, host, started, watchdog, local)
         meter = run.interval.meter = EnergyMeter(reads=launch.local_rank == 0)
         if meter.source:
             run.reporter.say(f" energy: read from {meter.source}")
@@ -337,17 +346,24 @@ def assemble(
     host: Sequence[str] = (),
     started: float | None = None,
     watchdog: Watchdog | None = None,
+    local: LocalMemory | None = None,
 ) -> Run:
     """Build this rank's parts of the run that `config` describes. Raises MegatronError.
 
     Rank 0 prints the layout, the lines `host` about ranks and processes, settings, kernels and
-    sizes. `locations` has "node:device" of every rank; it is needed on rank 0 only.
+    sizes. `locations` has "node:device" of every rank; it is needed on rank 0 only. `local` is for
+    local checkpoints; the run continues from one that is newer than those on disk.
     """
     torch.manual_seed(config.training.seed)
     reporter = Reporter(config, topology.rank)
     check_save_folder(config, topology, reporter)
     checkpoint = checkpoint_to_load(config, topology, reporter)
-    stored = None if checkpoint is None else stored_settings(checkpoint, config)
+    on_disk = (iteration_of(checkpoint) or 0) if checkpoint is not None else 0
+    found = local.find(topology, on_disk, reporter) if local is not None else None
+    if found is not None:
+        stored: Stored | None = stored_in_memory(found, config)
+    else:
+        stored = None if checkpoint is None else stored_settings(checkpoint, config)
     settings = with_checkpoint_settings(config, stored, reporter)
     before = stored_progress(stored, config)
     settings = with_data_order(settings, stored, before)
@@ -366,7 +382,11 @@ def assemble(
     datasets, samples, build = build_data(config, topology, tokenizer, batches, reporter, continued)
     chunks, engine = build_model(config, sizes, topology, reporter)
     with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):
-        progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
+        if local is not None and found is not None:
+            local.load(found, engine, topology, config, reporter)
+            progress = before
+        else:
+            progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
     record_settings(settings, topology, reporter, progress.iteration)
     end = total_iterations(config, batches, progress)
     train_samples = max(samples[0], progress.samples_at(batches, end))
@@ -388,7 +408,13 @@ def assemble(
     signals.saving = lambda: saves is not None and saves.in_progress
     resumes = is_same_folder(config.checkpoint.load, config.checkpoint.save)
     if saves is not None and checkpoint and resumes:
-        saves.saved_iteration = progress.iteration
+        saves.saved_iteration = progress.iteration if found is None else on_disk
+    local_saves = None
+    if local is not None:
+        assert saves is not None, "a job with restarts saves"
+        local_saves = build_local_saves(
+            config, engine, agreement, reporter, local, found, saves.provenance
+        )
     wall_time = build_wall_time(
         config, sizes, topology, reporter, saves, started, batches, datasets
     )
@@ -424,6 +450,7 @@ def assemble(
         watchdog=watchdog,
         timers=Timers(topology, config.logging, end),
         loop=LoopState(stream),
+        local_saves=local_saves,
     )
     run.callbacks.extend(build_callbacks(run, locations, tasks, costs))
     if saves is not None:

@@ -26,6 +26,7 @@ from megatron.training.report.metrics import (
 )
 from megatron.training.report.reporter import Reporter
 from megatron.training.run.checkpoints import Saves
+from megatron.training.run.local_saves import LocalSaves
 from megatron.training.run.schedules import (
     BatchSchedule,
     LengthSchedule,
@@ -88,6 +89,7 @@ class Run:
 
     tokenizer  None if only a vocabulary size is given
     saves      None without --save
+    local_saves  None without --non-persistent-save-interval
     wall_time  None if the run has no time limit
     watchdog   patient until the first step is done; None with --hang-timeout 0
     callbacks  the project's and the user's, in the order in which they are called
@@ -116,6 +118,7 @@ class Run:
     loop: LoopState
     callbacks: list[Callback] = field(default_factory=list)
     watch: Stopwatch = field(default_factory=Stopwatch)
+    local_saves: LocalSaves | None = None
 
     @property
     def eval_samples(self) -> int:
@@ -153,5 +156,7 @@ class Run:
             for callback in reversed(self.callbacks):
                 if not self.reporter.closes(callback):
                     stack.callback(callback.close)
+            if self.local_saves is not None:
+                stack.callback(self.local_saves.leave)
             if self.watchdog is not None:
                 stack.callback(self.watchdog.stop)

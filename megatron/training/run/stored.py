@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.files import CONFIG, PROVENANCE, STATE, read_manifest
 from megatron.checkpoint.find import find, required
@@ -19,6 +20,9 @@ from megatron.training.run.schedules import (
     Progress,
 )
 
+if TYPE_CHECKING:  # slow to import, because of torch
+    from megatron.checkpoint.local_load import Found
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -28,12 +32,14 @@ class Stored:
     values      as stored, by name
     config      the same as a Config; settings that the checkpoint lacks come from this run
     provenance  the provenance in the checkpoint; empty if it has none
+    state       counters of its run; None if they are in a file of the folder
     """
 
     folder: Path
     values: Mapping[str, object]
     config: Config
     provenance: Mapping[str, object]
+    state: Mapping[str, Any] | None = None
 
 
 def stored_settings(folder: Path, config: Config) -> Stored:
@@ -42,7 +48,20 @@ def stored_settings(folder: Path, config: Config) -> Stored:
     Raises CheckpointError if they are not the settings of a run, or if one has an invalid value.
     """
     manifest = read_manifest(folder)
-    stored = manifest.read_json(CONFIG)
+    provenance = manifest.read_json(PROVENANCE) if PROVENANCE in manifest.files else {}
+    return _stored(folder, manifest.read_json(CONFIG), provenance, config)
+
+
+def stored_in_memory(found: Found, config: Config) -> Stored:
+    """Return the settings and the progress in a local checkpoint. Raises CheckpointError."""
+    about = found.about
+    stored = _stored(Path(found.where), about["config"], about["provenance"], config)
+    return replace(stored, state=found.state)
+
+
+def _stored(
+    folder: Path, stored: Mapping[str, Any], provenance: Mapping[str, object], config: Config
+) -> Stored:
     if not all(isinstance(stored.get(section), dict) for section in ("model", "optimizer")):
         raise CheckpointError(
             f"{folder / CONFIG} does not contain the settings of a run: load another checkpoint"
@@ -55,7 +74,6 @@ def stored_settings(folder: Path, config: Config) -> Stored:
         sections[name] = replace(
             getattr(config, name), **dict(accepted(section, values, folder / CONFIG))
         )
-    provenance = manifest.read_json(PROVENANCE) if PROVENANCE in manifest.files else {}
     return Stored(folder, values, replace(config, **sections), provenance)
 
 
@@ -81,7 +99,9 @@ def stored_progress(stored: Stored | None, config: Config) -> Progress:
         return Progress()
     if config.model.moe_use_upcycling and stored.config.model.num_experts is None:
         return Progress()
-    state = read_manifest(stored.folder).read_json(STATE).get("state")
+    state = stored.state
+    if state is None:
+        state = read_manifest(stored.folder).read_json(STATE).get("state")
     return progress_from(state if isinstance(state, dict) else {}, stored.folder)
 
 

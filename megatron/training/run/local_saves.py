@@ -1,0 +1,285 @@
+"""Local checkpoints of a run: when it saves to memory, and what it continues from.
+
+See megatron/checkpoint/local.py. Between two steps the loop's own thread sends and receives.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from megatron.checkpoint.local import FLAG, LocalSaver, Replication, neighbour_jump
+from megatron.checkpoint.local_load import Found, find_local, load_local
+from megatron.checkpoint.memory_file import MemoryFile
+from megatron.checkpoint.settings import plain
+from megatron.checkpoint.shared_errors import decided_by_first
+from megatron.config import Config
+from megatron.engine.engine import Engine
+from megatron.parallel.membership import Membership
+from megatron.parallel.topology import Topology
+from megatron.training.report.events import LocalCheckpointLoaded, LocalCheckpointSaved, Record
+from megatron.training.report.reporter import Reporter
+from megatron.training.run.stopping import Agreement
+
+_WRITING = "local save"
+_STALL, _STEP, _TOOK = "local stall", "local step", "local time"  # in microseconds
+MOST_STALL = 0.01
+"""Share of the training time that `auto` lets saves take."""
+_BEFORE_CHOICE = 4  # saves; the first two of them touch new pages of two slots
+_STEPS_BEFORE_CHOICE = 5  # steps between these saves
+_MOST_US = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class LocalMemory:
+    """What a training process has for local checkpoints, apart from the state.
+
+    memory       its memory file, with what earlier processes saved
+    replication  where its neighbours are
+    compared     whether only states may be loaded whose copies of weights were compared
+    restarted    whether earlier processes of the job may have saved
+    """
+
+    memory: MemoryFile
+    replication: Replication
+    compared: bool = False
+    restarted: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        membership: Membership,
+        topology: Topology,
+        locations: Sequence[str],
+        timeout: timedelta,
+    ) -> LocalMemory | None:
+        """Connect this rank with its neighbours; None without --non-persistent-save-interval.
+
+        `locations`, "node:device" of every rank, are needed on rank 0 only. All ranks call this.
+        """
+        settings = config.checkpoint
+        if settings.non_persistent_save_interval is None:
+            return None
+        nodes = [location.partition(":")[0] for location in locations]
+        jump = 0
+        if settings.replication_factor > 1:
+            preferred = settings.replication_jump
+            jump = decided_by_first(topology, lambda: neighbour_jump(nodes, preferred))
+        if topology.world.is_first:
+            print(describe_replication(nodes, jump), flush=True)
+        replication = Replication.between(topology, jump, timeout)
+        generation = membership.generation
+        memory = MemoryFile(membership.memory)
+        return cls(memory, replication, generation.compared, generation.number > 0)
+
+    def find(self, topology: Topology, at_least: int, reporter: Reporter) -> Found | None:
+        """Return the local checkpoint to continue from, if it is newer than that on disk."""
+        if not self.restarted:
+            return None
+        return find_local(
+            self.memory,
+            topology,
+            at_least=at_least,
+            compared=self.compared,
+            alive=topology.flight.alive,
+            say=lambda text: reporter.say(f" note: {text}"),
+        )
+
+    def load(
+        self, found: Found, engine: Engine, topology: Topology, config: Config, reporter: Reporter
+    ) -> None:
+        """Load what `find` returned, and report it. Raises CheckpointError."""
+        start = time.perf_counter()
+        received = load_local(found, self.memory, engine, topology, config, topology.flight.alive)
+        seconds = time.perf_counter() - start
+        reporter.say(
+            f" loaded {found.where} in {seconds:.2f} s: {found.size_bytes / 1e9:.3f} GB, of which "
+            f"{received / 1e9:.3f} GB from other ranks"
+        )
+        reporter.publish(
+            LocalCheckpointLoaded(
+                iteration=found.iteration,
+                size_bytes=found.size_bytes,
+                received_bytes=received,
+                elapsed_s=seconds,
+            )
+        )
+
+
+def describe_replication(nodes: Sequence[str], jump: int) -> str:
+    """Return a line about copies in other nodes' memory."""
+    ranks = range(len(nodes))
+    beside = [rank for rank in ranks if nodes[rank] == nodes[(rank + jump) % len(nodes)]]
+    if not jump or len(beside) == len(nodes):
+        return (
+            " local checkpoints: each rank has its shards in its node's memory, without a copy in "
+            "another node"
+        )
+    lacking = f"; {len(beside)} of them have it in their own node" if beside else ""
+    return f" local checkpoints: rank r + {jump} keeps a copy of the shards of rank r{lacking}"
+
+
+class LocalSaves:
+    """Implements --non-persistent-save-interval with this rank's LocalSaver.
+
+    All ranks call every method but `leave`. Their agreement says when all have a save. With the
+    interval `auto` they also agree on the longest stall of the first saves and on the step time of
+    rank 0, from which the interval follows.
+
+    about  returns settings and provenance of the run after an iteration, see LocalSaver.start
+    clock  in seconds
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        saver: LocalSaver,
+        agreement: Agreement,
+        reporter: Reporter,
+        topology: Topology,
+        about: Callable[[int], Mapping[str, object]] = lambda iteration: {},
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._saver = saver
+        self._reporter = reporter
+        self._topology = topology
+        self._about = about
+        self._clock = clock
+        self.interval: int | None = config.checkpoint.non_persistent_save_interval or None
+        self._next = _STEPS_BEFORE_CHOICE  # steps until the next save before the choice
+        self._stalls_s: list[float] = []
+        self._took_s = 0.0
+        self._steps_s: deque[float] = deque(maxlen=4 * _STEPS_BEFORE_CHOICE)
+        self._lap: float | None = None
+        self._saved: int | None = None  # the iteration of the last save
+        agreement.add(_WRITING, lambda: int(not saver.done), lambda: saver.pending)
+        agreement.add(_STALL, lambda: _microseconds(max(self._stalls_s[2:])), self._choosing)
+        agreement.add(_TOOK, lambda: _microseconds(self._took_s), self._choosing)
+        first = topology.world.is_first
+        agreement.add(
+            _STEP,
+            lambda: _microseconds(statistics.median(self._steps_s)) if first else 0,
+            self._choosing,
+        )
+
+    def _choosing(self) -> bool:
+        """Return whether enough has been measured to choose the interval, as on every rank."""
+        measured = len(self._stalls_s) >= _BEFORE_CHOICE and not self._saver.pending
+        return self.interval is None and measured
+
+    def is_due(self, iteration: int) -> bool:
+        """Return whether to save after `iteration`."""
+        if iteration == self._saved:
+            return False
+        if self.interval is not None:
+            return iteration % self.interval == 0
+        return self._next <= 0 and len(self._stalls_s) < _BEFORE_CHOICE and not self._saver.pending
+
+    def save(self, iteration: int, state: Record) -> None:
+        """Copy the state after `iteration`; the rest of the save follows between later steps."""
+        begun = self._clock()
+        self._saver.start(iteration, state, lambda: self._about(iteration))
+        self._lap = self._clock()
+        self._stalls_s.append(self._lap - begun)
+        self._saved = iteration
+        self._next = _STEPS_BEFORE_CHOICE
+
+    def complete(self, agreed: Mapping[str, int]) -> None:
+        """Continue a save in progress; complete it if all ranks have it. Called once per step."""
+        now = self._clock()
+        if self._lap is not None:
+            self._steps_s.append(now - self._lap)
+        self._next -= 1
+        if _STALL in agreed and self.interval is None:
+            self._choose(*(agreed[name] / 1e6 for name in (_STALL, _STEP, _TOOK)))
+        if self._saver.pending:
+            self._saver.advance()
+            if not agreed.get(_WRITING, True):
+                self._took_s = self._saver.commit()
+                self._report(self._took_s)
+        self._lap = self._clock()
+
+    def _report(self, elapsed_s: float) -> None:
+        last = self._saver.last
+        assert last is not None, "a save is complete"
+        self._reporter.publish(
+            LocalCheckpointSaved(
+                iteration=last.iteration,
+                size_bytes=self._saver.copied,
+                stall_s=self._stalls_s[-1],
+                elapsed_s=elapsed_s,
+            )
+        )
+
+    def _choose(self, stall_s: float, step_s: float, took_s: float) -> None:
+        """Choose the interval at which stalls take at most MOST_STALL of the time."""
+        step_s = max(step_s, 1e-6)
+        # a save that begins before the last one is complete would wait for it
+        self.interval = max(
+            1, math.ceil(stall_s / (MOST_STALL * step_s)), math.ceil(took_s / step_s)
+        )
+        self._reporter.say(
+            f" local checkpoints: every {self.interval} steps ({FLAG} auto): a save stops training "
+            f"for {1e3 * stall_s:.1f} ms, and a step takes {1e3 * step_s:.1f} ms; it is complete "
+            f"after {took_s:.2f} s"
+        )
+
+    def copies_compared(self, iteration: int) -> None:
+        """Note that the copies of the weights were equal after `iteration`."""
+        self._saver.copies_compared(iteration)
+
+    def clear(self) -> None:
+        """Forget all saves: the run has gone back to a checkpoint."""
+        self._saver.clear()
+        self._saved = None
+
+    def close(self) -> None:
+        """Complete a save in progress, at the end of the run."""
+        self._saver.finish()
+
+    def leave(self) -> None:
+        """End the work of this rank's threads; there is no communication."""
+        self._saver.close()
+
+
+def build_local_saves(
+    config: Config,
+    engine: Engine,
+    agreement: Agreement,
+    reporter: Reporter,
+    local: LocalMemory,
+    found: Found | None,
+    provenance: Callable[[int], Record],
+) -> LocalSaves:
+    """Return the local saves of a run; `found`: what it has loaded. Raises CheckpointError."""
+    topology = engine.topology
+    saver = LocalSaver(
+        local.memory,
+        engine,
+        topology,
+        local.replication,
+        keep=None if found is None else found.key,
+        alive=topology.flight.alive,
+    )
+    if saver.note:
+        print(f"note: rank {topology.rank}: {saver.note}", file=sys.stderr, flush=True)
+    reporter.say(
+        f" local checkpoints take {saver.bytes / 2**30:.2f} GiB of host memory of rank 0, and "
+        f"{saver.copied / 2**30:.2f} GiB are copied by a save"
+    )
+
+    def about(iteration: int) -> Record:
+        return {"config": plain(config), "provenance": provenance(iteration)}
+
+    return LocalSaves(config, saver, agreement, reporter, topology, about)
+
+
+def _microseconds(seconds: float) -> int:
+    return min(_MOST_US, math.ceil(1e6 * seconds))
