@@ -80,6 +80,7 @@ class Membership:
 
     memory      descriptor of memory that outlives this process (checkpoint/local.py)
     abort       called, in another thread, when this process has to leave its groups
+    groups      groups of torch.distributed that this process has left
     cause       the last fault
     generation  the current generation, after `next`
     began_s     time.monotonic() when it was decided
@@ -91,6 +92,7 @@ class Membership:
     def __init__(self, connection: socket.socket, memory: int) -> None:
         self.memory = memory
         self.abort: Callable[[], object] = lambda: None
+        self.groups: Sequence[object] = ()
         self.cause = ""
         self._left = -1  # the number of the last generation
         self._connection = connection
@@ -156,7 +158,12 @@ class Membership:
 
         Call this when this process has left all groups of the one before.
         """
+        self.abort = lambda: None  # it refers to the groups
         gc.collect()  # the parts of a run refer to each other, and hold device memory and groups
+        groups = [[group] for group in self.groups]
+        self.groups = ()
+        while groups:
+            drop_in_thread(groups.pop())
         self._send(READY, generation=self._left)
         while True:
             message = self._commands.get()
@@ -187,3 +194,12 @@ def started_by_supervisor() -> Membership | None:
     for descriptor in (connection, memory):
         os.set_inheritable(descriptor, False)
     return Membership(socket.socket(fileno=connection), memory)
+
+
+def drop_in_thread(last: list[object]) -> None:
+    """Drop the last reference to an object in a thread.
+
+    The destructor of a gloo group waits for the group's threads, and these, if they are in a
+    collective when the connections are shut down, sometimes until the group's timeout.
+    """
+    threading.Thread(target=last.clear, name="left group", daemon=True).start()

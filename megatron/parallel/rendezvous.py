@@ -103,6 +103,7 @@ class Rendezvous(StoreConnection):
                          by requeuing the job
     failed               whether a rank has failed, so that peers may be missing at the end
     restarts             whether this process will take part in another rendezvous after a failure
+    left                 then, after `close`, the groups that it has left, see drop_in_thread
     """
 
     acts_on_failure = False
@@ -147,6 +148,7 @@ class Rendezvous(StoreConnection):
         self._explained: LaunchError | None = None
         self._before: Set[int] = set()
         self._connections = set[int]()  # of the groups
+        self.left: Sequence[object] = ()
         self._alarm: Future[None] = Future()  # done after a roll call, or if the store is gone
 
     @property
@@ -555,6 +557,8 @@ class Rendezvous(StoreConnection):
         """End torch.distributed and leave; all ranks call this. Harmless when called twice."""
         if self._closed:
             return
+        if self.restarts and dist.is_initialized():
+            self.left = list(dist.distributed_c10d._world.pg_map)
         waits = self.failed and self.device.type == "cuda" and not self.restarts
         if dist.is_initialized() and not waits:
             # After a failure NCCL would wait for dead ranks, unless its communicators have been

@@ -214,8 +214,9 @@ def run_training(
         if claim is not None:
             claim.release()
         rendezvous.close()
-    if restarts:
-        del run, stop
+    if restarts and membership is not None:
+        membership.groups = rendezvous.left
+        rendezvous.left = ()
         check_device(device)
         return False
     if config.training.requeue and stop is not None and stop.requeue and launch.rank == 0:
