@@ -1,6 +1,7 @@
 """Check that faults lose nothing: disturb runs of pretrain_gpt.py in many ways, then resume them.
 
-    python benchmarks/fault_campaign.py [--only kills damage disk hang slurm] [--kills 100] [--flips 3] [--seed N]
+    python benchmarks/fault_campaign.py [--only kills damage disk hang slurm month]
+        [--kills 100] [--flips 3] [--days 30] [--seed N]
 
 kills    SIGKILL of one rank or of all, at listed points of training, saves, loads and removals
 damage   flipped bits; truncated, emptied, zeroed and lost files: each file of a checkpoint, and the
@@ -9,6 +10,8 @@ disk     a full disk, a folder that became read-only (needs root)
 hang     SIGSTOP of one rank, which the report has to name
 slurm    a lost node, USR1 before the time limit, a time limit without a signal (needs root and
          Slurm)
+month    faults drawn from published rates for a month of 1,024 nodes, in compressed time, met by a
+         job that restarts within itself; prints effective training time and losses by cause
 
 The run is resumed after each fault. It has to continue from a valid checkpoint, lose at most the
 steps since the last save, and be bit-identical to an undisturbed run. Prints a row for each case
@@ -30,11 +33,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.faults import damage, disk, hang, kills, slurm, testbed
+from benchmarks.faults import damage, disk, hang, kills, month, slurm, testbed
 from benchmarks.faults.job import JobOutcome
 from benchmarks.shared import parser
 
-KINDS = ("kills", "damage", "disk", "hang", "slurm")
+KINDS = ("kills", "damage", "disk", "hang", "slurm", "month")
 
 
 def campaign(
@@ -49,6 +52,7 @@ def campaign(
         "disk": partial(disk.campaign, folder),
         "hang": partial(hang.campaign, folder, chance),
         "slurm": partial(slurm.campaign, folder),
+        "month": partial(month.campaign, folder, chance, options.days, partial(print, flush=True)),
     }
     for result in campaigns[kind]():
         print(f"  {result.what}: {result.notes}", flush=True)
@@ -69,6 +73,7 @@ def main() -> int:
     add("--only", nargs="+", choices=KINDS, default=KINDS, help="kinds of faults to run")
     add("--kills", type=int, default=100, help="total number of kills; 0: at every point")
     add("--flips", type=int, default=3, help="bit flips in each file")
+    add("--days", type=float, default=30.0, help="length of the month")
     add("--seed", type=int, help="random seed; printed (default: random)")
     add("--folder", type=Path, help="folder to keep the runs in (default: a temporary one)")
     options = made.parse_args()

@@ -1,0 +1,276 @@
+"""Where the time of a disturbed run went, from its metrics file, and what the model predicts.
+
+Every second between the first start and the last end is one of the shares of EffectiveTime
+(megatron/planner/effective_time.py). A step counts if it is the last of its number: the others are
+repeated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.faults import history
+from megatron.planner.effective_time import DAY_S, EffectiveTime, LongRun, effective_time
+from megatron.planner.effective_time_simulation import quantile, simulate_months
+
+if TYPE_CHECKING:
+    from benchmarks.faults.month import Start
+
+_MONTHS = 200
+
+
+@dataclass
+class Timeline:
+    """Seconds of a run by cause, and what they consist of.
+
+    wall_s     time from the first start to the last end
+    seconds    time by share
+    step_s     median time of a step
+    faults     number of faults by kind
+    detection  seconds from each fault of a kind to its detection
+    restarts   seconds of each restart within the job, to its first step
+    starts     seconds of each start, to its first step
+    saves      seconds of each stall by a save
+    ends       seconds from the last step to the end of each job that left by itself
+    lost       number of steps that were repeated
+    ways       how many ranks came back in-process, forked, as a spare, and by a new start
+    """
+
+    wall_s: float
+    step_s: float
+    seconds: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    detection: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    restarts: list[float] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
+    saves: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    lost: int = 0
+    ways: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def effective(self) -> float:
+        return self.seconds["effective"] / self.wall_s
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines that describe the faults and what became of them."""
+        yield f"steps of {1000 * self.step_s:.1f} ms; {self.lost} steps were repeated"
+        for kind, count in self.faults.most_common():
+            times = self.detection.get(kind)
+            seen = f", detected after {fmean(times):.2f} s on average" if times else ""
+            yield f"  {count:3} {kind}{seen}"
+        for name in ("restarts", "starts", "saves"):
+            times = getattr(self, name)
+            if times:
+                yield (
+                    f"{len(times)} {name}: {median(times):.2f} s in the median, {max(times):.2f} s at most"
+                )
+        yield "ranks came back: " + ", ".join(f"{n} {way}" for way, n in self.ways.most_common())
+
+
+def timeline(metrics: Path, marks: Path, starts: Sequence[Start], save_interval: int) -> Timeline:
+    """Return where the time went.
+
+    metrics  folder of the metrics file
+    marks    folder in which each fault has left a file with its time
+    """
+    faults = [json.loads(mark.read_text()) for mark in marks.glob("fault_???")]
+    again = [float(mark.name.removeprefix("again_")) for mark in marks.glob("again_*")]
+    records = history.records(metrics)
+    durations = [
+        two["time"] - one["time"]
+        for one, two in pairwise(records)
+        if one["event"] == two["event"] == "iteration"
+    ]
+    found = Timeline(starts[-1].ended - starts[0].begun, median(durations))
+    found.faults.update(fault["kind"] for fault in faults)
+    _Accounts(found, records, faults, again, starts, save_interval).settle()
+    return found
+
+
+class _Accounts:
+    """Adds every interval between two events of a run to its timeline."""
+
+    def __init__(
+        self,
+        found: Timeline,
+        records: Sequence[Mapping[str, Any]],
+        faults: Sequence[Mapping[str, Any]],
+        again: Sequence[float],
+        starts: Sequence[Start],
+        save_interval: int,
+    ) -> None:
+        self.found = found
+        self.save_interval = save_interval
+        # Faults that stop training at once, with their kinds.
+        self.faults = sorted(
+            [(f["time"], f["kind"]) for f in faults] + [(at, "device") for at in again]
+        )
+        self.slow = {
+            n for f in faults if f["kind"] == "slow" for n in range(f["step"] + 1, f["step"] + 25)
+        }
+        last = {r["iteration"]: n for n, r in enumerate(records) if r["event"] == "iteration"}
+        self.counts = set(last.values())
+        numbered = [
+            (r["time"], r["event"], r, n)
+            for n, r in enumerate(records)
+            if r["event"] in ("iteration", "restart")
+        ]
+        numbered += [(s.begun, "begin", {}, -1) for s in starts]
+        numbered += [(s.ended, "end", {"codes": s.codes}, -1) for s in starts]
+        self.events = sorted(numbered, key=lambda event: event[0])
+
+    def settle(self) -> None:
+        found = self.found
+        previous = self.events[0]
+        for event in self.events[1:]:
+            at, kind, record, number = event
+            start, before, old, _ = previous
+            counts = number in self.counts
+            if kind == "iteration":
+                found.lost += not counts
+            if before == "iteration" and kind == "iteration":
+                self._step(at - start, old["iteration"], counts)
+            elif before in ("begin", "restart") and kind == "iteration":
+                step_s = min(found.step_s, at - start)
+                self._add("effective" if counts else "lost_steps", step_s)
+                self._recovered("starts" if before == "begin" else "restarts", at - start - step_s)
+            elif kind == "restart":
+                ended = before == "begin"  # a fault before the first step
+                self._restart(start, at, record["outage_s"], "starts" if ended else "lost_steps")
+            elif kind == "end":
+                self._end(start, at, record["codes"], before)
+            else:
+                self._add("queue", at - start)
+            previous = event
+        self.found.ways += self._ways()
+
+    def _ways(self) -> Counter[str]:
+        """Return how ranks came back; the numbers in the records are of one job so far."""
+        ways, of_job = Counter[str](), Counter[str]()
+        for _, kind, record, _ in self.events:
+            if kind == "restart":
+                of_job = Counter(record["ways"])
+            elif kind == "begin":
+                ways += of_job
+                of_job.clear()
+        ways += of_job
+        begins = sum(kind == "begin" for _, kind, _, _ in self.events)
+        return ways + Counter({"new starts of the job": begins - 1})
+
+    def _add(self, share: str, seconds: float) -> None:
+        self.found.seconds[share] += seconds
+
+    def _recovered(self, share: str, seconds: float) -> None:
+        """Add the end of a restart or a start, whose begin has been added."""
+        self._add(share, seconds)
+        if share == "restarts":
+            self.found.restarts[-1] += seconds
+        else:
+            self.found.starts.append(seconds)
+
+    def _step(self, seconds: float, iteration: int, counts: bool) -> None:
+        more = max(seconds - self.found.step_s, 0.0)
+        if not counts:
+            self._add("lost_steps", seconds)
+            return
+        if iteration % self.save_interval == 0:
+            self._add("saves", more)
+            self.found.saves.append(more)
+        elif iteration + 1 in self.slow:
+            self._add("slow_ranks", more)
+        else:
+            more = 0.0
+        self._add("effective", seconds - more)
+
+    def _fault_between(self, start: float, end: float) -> tuple[float, str] | None:
+        return next((fault for fault in self.faults if start - 0.5 <= fault[0] <= end), None)
+
+    def _restart(self, start: float, at: float, outage_s: float, share: str) -> None:
+        """Add the time from the last step before a restart to the moment at which it is complete."""
+        detected = max(at - outage_s, start)
+        fault = self._fault_between(start, detected)
+        begin = min(max(fault[0], start), detected) if fault else detected
+        self._add(share, begin - start)
+        self._add("detection", detected - begin)
+        self._add("restarts", at - detected)
+        if fault:
+            self.faults.remove(fault)
+            self.found.detection[fault[1]].append(detected - begin)
+        self.found.restarts.append(at - detected)
+
+    def _end(self, start: float, at: float, codes: Sequence[int], before: str) -> None:
+        """Add the time from the last event of a job to its end."""
+        if before != "iteration":
+            self._add("starts", at - start)
+        elif all(code in (0, -9) for code in codes):
+            self._add("saves", at - start)
+            self.found.ends.append(at - start)
+        else:
+            fault = self._fault_between(start, at)
+            if fault:
+                self.faults.remove(fault)
+            self._add("detection", at - start)
+
+
+def predicted_run(
+    found: Timeline, ranks: int, spares: int, save_interval: int, slow: tuple[int, float]
+) -> LongRun:
+    """Return the run that the model has to predict: measured times, and the faults that occurred.
+
+    slow  number of steps for which a rank is slow, and seconds by which each of them takes longer
+
+    Its nodes have one rank each. A full disk stops nothing here, and a slow rank recovers by itself.
+    """
+
+    def mean(times: Sequence[float]) -> float:
+        return fmean(times) if times else 0.0
+
+    days = found.wall_s / DAY_S
+    steps, more_s = slow
+    slow_s = steps * (found.step_s + more_s)
+    return LongRun(
+        nodes=ranks,
+        rates={kind: count / (ranks * days) for kind, count in found.faults.items()},
+        days=days,
+        spare_nodes=spares,
+        step_s=found.step_s,
+        local_steps=0,
+        disk_steps=save_interval,
+        disk_stall_s=mean(found.saves),
+        disk_lag_s=mean(found.ends) / 2,
+        detection_s={kind: mean(times) for kind, times in found.detection.items()}
+        | {"slow": slow_s},
+        slowdown=1 + more_s / found.step_s,
+        restart_s=mean(found.restarts),
+        start_s=mean(found.starts),
+        restarts={"device": 2, "maintenance": 0, "slow": 0, "storage": 0},
+    )
+
+
+def compare(
+    found: Timeline, ranks: int, spares: int, save_interval: int, slow: tuple[int, float]
+) -> list[str]:
+    """Return lines with the measured shares beside the model's, with those of 90 of 100 months."""
+    run = predicted_run(found, ranks, spares, save_interval, slow)
+    closed = effective_time(run)
+    months = simulate_months(run, _MONTHS)
+    lines = [
+        f"{'share of the time':16} {'measured':>10} {'predicted':>10} {'90 of 100 simulated':>22}"
+    ]
+    for share in fields(EffectiveTime):
+        name = share.name
+        simulated = [getattr(month.shares, name) for month in months]
+        low, high = quantile(simulated, 0.05), quantile(simulated, 0.95)
+        lines.append(
+            f"{name.replace('_', ' '):16} {100 * found.seconds[name] / found.wall_s:8.2f} % "
+            f"{100 * getattr(closed, name):8.2f} % {100 * low:10.2f} to {100 * high:.2f} %"
+        )
+    return lines
