@@ -51,6 +51,7 @@ from megatron.parallel.collectives import (
     gather_first,
     post,
 )
+from megatron.parallel.host_memory import available_bytes, machine_number
 from megatron.parallel.topology import Group, Topology
 
 FLAG = "--non-persistent-save-interval"
@@ -388,11 +389,23 @@ class LocalSaver:
         self._settled = not several.item()
         count = 2 if self._settled else 1
         needed = count * sum(map(sum, self._sizes.values()))
+        removed = [slot for slot in misfits if slot not in kept]
+        fitting_bytes = sum(slot.size_bytes for slot in memory.slots if self._fits(slot))
+        more = needed - fitting_bytes - sum(slot.size_bytes for slot in removed)
+        available = available_bytes()  # before any rank takes more
+        mine = torch.tensor([[more, machine_number()]])
+        table = gather_first(mine, self._topology.world)
+        here = int(table[table[:, 1] == mine[0, 1], 0].sum())
         what = f"getting {needed / 2**30:.2f} GiB of host memory for {FLAG}"
         with errors_on_all_ranks(self._topology, what):
-            for slot in misfits:
-                if slot not in kept:
-                    memory.remove(slot)
+            if here > available:
+                raise CheckpointError(
+                    f"the ranks of a node need {here / 2**30:.2f} GiB, and "
+                    f"{available / 2**30:.2f} GiB are available: --replication-factor 1 takes half "
+                    "as much; with more ranks, each has less"
+                )
+            for slot in removed:
+                memory.remove(slot)
             for role, sizes in self._sizes.items():
                 fitting = [s for s in memory.slots if s.role == role and self._fits(s)]
                 fitting += [memory.add(role, *sizes) for _ in range(count - len(fitting))]

@@ -436,6 +436,7 @@ class CheckpointConfig:
         NATURAL,
         metavar="N|auto",
         value_names={"auto": 0},
+        one_start=True,
     )
     non_persistent_ckpt_type: str = option(
         "local",
@@ -445,15 +446,14 @@ class CheckpointConfig:
         inert="local checkpoints are the only kind",
     )
     replication: bool = option(
-        True,
-        "Replicate local checkpoints.",
-        inert="they are replicated unless --replication-factor is 1 or the job has one node",
+        True, "Keep a copy of local checkpoints in the memory of other nodes.", one_start=True
     )
     replication_factor: int = option(
         2,
         "Number of nodes whose memory has a rank's part of a local checkpoint: 2, or 1 for none but "
         "its own.",
         choices=(1, 2),
+        one_start=True,
     )
     replication_jump: int | None = option(
         None,
@@ -461,6 +461,7 @@ class CheckpointConfig:
         COUNT,
         metavar="J",
         derived="number of ranks per node",
+        one_start=True,
     )
     keep_last: int | None = option(
         None, "Keep the newest N checkpoints and remove older ones. Unset: keep all.", COUNT

@@ -142,7 +142,8 @@ no_load_optim
 no_load_rng finetune reset_iteration use_checkpoint_args model_from exit_on_missing_checkpoint
 override_opt_param_scheduler exit_interval exit_duration_in_mins walltime requeue max_restarts spare_ranks min_ranks skip_train
 kill_switch_file save_trigger_file profile profile_step_start profile_step_end
-profile_ranks record_memory_history allow_data_changes
+profile_ranks record_memory_history allow_data_changes max_restarts spare_ranks min_ranks
+non_persistent_save_interval replication replication_factor replication_jump
 """.split()
 
 

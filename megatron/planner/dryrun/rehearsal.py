@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import textwrap
 import traceback
@@ -23,6 +22,7 @@ from megatron.data.forecast import check_data
 from megatron.data.tokenizer import Tokenizer, with_vocabulary
 from megatron.errors import CheckpointError, DataError, MegatronError
 from megatron.model.gpt import hidden_state, model_sizes
+from megatron.parallel.host_memory import memory_limit_bytes
 from megatron.pipeline.orders import ORDERS, SENDS_IN_FLIGHT, group_sizes
 from megatron.pipeline.schedule import build_schedule
 from megatron.planner.cluster import GIB, Cluster, load_cluster
@@ -257,30 +257,6 @@ def capacity_of(config: Config, cluster: Cluster | None, device: str) -> float |
     else:
         memory = memory_limit_bytes() / ranks
     return room_bytes((1.0 - HEADROOM) * memory, device)
-
-
-_CGROUPS = {"": ("", "memory.max"), "memory": ("memory", "memory.limit_in_bytes")}
-"""Folder and file that hold the limit, by the name of the controller; "" for cgroup version 2."""
-
-
-def memory_limit_bytes(
-    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> int:
-    """Return this machine's bytes of memory, or the lower limit of a job or container.
-
-    Source: cgroups(7).
-    """
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for line in membership.read_text().splitlines() if membership.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in _CGROUPS:
-            continue
-        kind, name = _CGROUPS[controllers]
-        folder = root / kind / path.lstrip("/")
-        for level in (folder, *folder.parents):
-            with contextlib.suppress(OSError, ValueError):  # not visible on this machine, or "max"
-                limits.append(int((level / name).read_text()))
-    return min(limits)
 
 
 def _compare(

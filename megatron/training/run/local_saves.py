@@ -69,7 +69,7 @@ class LocalMemory:
             return None
         nodes = [location.partition(":")[0] for location in locations]
         jump = 0
-        if settings.replication_factor > 1:
+        if settings.replication and settings.replication_factor > 1:
             preferred = settings.replication_jump
             jump = decided_by_first(topology, lambda: neighbour_jump(nodes, preferred))
         if topology.world.is_first:

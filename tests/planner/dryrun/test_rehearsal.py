@@ -19,7 +19,6 @@ from megatron.planner.dryrun.rank import run_rank
 from megatron.planner.dryrun.rehearsal import (
     enough_micro_batches,
     members_of,
-    memory_limit_bytes,
     rehearse,
     render,
 )
@@ -190,25 +189,6 @@ def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(flags):
 
 
 # -- findings --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("line", "limit"),
-    [("0::/job/step", 3 << 30), ("4:memory:/job/step", 2 << 30), ("3:cpuset:/job", None)],
-)
-def test_a_limit_of_the_job_is_the_memory(tmp_path, line, limit):
-    """A group without a limit of its own has that of the group around it."""
-    for name, value in {
-        "job/step/memory.max": "max",
-        "job/memory.max": str(3 << 30),
-        "memory/job/memory.limit_in_bytes": str(2 << 30),
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{value}\n")
-    membership = tmp_path / "cgroup"
-    membership.write_text(f"9:name=systemd:/\n{line}\n")
-    everything = memory_limit_bytes(tmp_path / "none", tmp_path)
-    assert memory_limit_bytes(membership, tmp_path) == (limit or everything)
 
 
 def broken(config):

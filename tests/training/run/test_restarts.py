@@ -133,6 +133,26 @@ def test_a_spare_rank_takes_the_place_of_a_lost_one(tmp_path):
     assert (restart["ranks"], restart["ways"]) == (2, {"in-process": 1, "spare": 1})
 
 
+def test_restarts_continue_from_memory(tmp_path):
+    """A process dies, then a whole node, whose shards are in the memory of the other one.
+
+    Nothing is on disk. What a step saves is sent after the next step, and complete before the save
+    that follows.
+    """
+    reference = tmp_path / "undisturbed"
+    assert run(reference, 2)[0] == [0, 0]
+    folder = tmp_path / "run"
+    flags = ("--max-restarts", "2", "--spare-ranks", "1", "--save-interval", "100")
+    flags += ("--non-persistent-save-interval", "1", "--replication-jump", "1")
+    faults = {0: [(3, "kill")], 1: [(5, "supervisor")]}
+    codes, output = run(folder, 3, *flags, faults=faults)
+    assert codes == [0, -9, 0], output
+    check_equal(folder, reference)
+    loaded = records(folder, "local_checkpoint_loaded")
+    assert [one["iteration"] for one in loaded] == [2, 3]
+    assert [bool(one["received_bytes"]) for one in loaded] == [False, True]
+
+
 def test_a_replica_without_a_spare_is_dropped(tmp_path):
     """One rank goes on with the samples of both, and the losses differ by rounding only."""
     reference = tmp_path / "undisturbed"
