@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from megatron.checkpoint.local import FLAG, LocalSaver, Replication, neighbour_jump
 from megatron.checkpoint.local_load import Found, find_local, load_local
@@ -28,11 +29,11 @@ from megatron.training.report.reporter import Reporter
 from megatron.training.run.stopping import Agreement
 
 _WRITING = "local save"
-_STALL, _STEP, _TOOK = "local stall", "local step", "local time"  # in microseconds
-MOST_STALL = 0.01
+_COST, _STEP, _TOOK = "local cost", "local step", "local time"  # in microseconds
+MOST_COST = 0.01
 """Share of the training time that `auto` lets saves take."""
-_BEFORE_CHOICE = 4  # saves; the first two of them touch new pages of two slots
-_STEPS_BEFORE_CHOICE = 5  # steps between these saves
+_BEFORE_CHOICE = 6  # saves; the first two of them touch new pages of two slots
+_STEPS_BEFORE_CHOICE = 5  # steps after the end of each, which no save slows
 _MOST_US = 2**31 - 1
 
 
@@ -130,8 +131,9 @@ class LocalSaves:
     """Implements --non-persistent-save-interval with this rank's LocalSaver.
 
     All ranks call every method but `leave`. Their agreement says when all have a save. With the
-    interval `auto` they also agree on the longest stall of the first saves and on the step time of
-    rank 0, from which the interval follows.
+    interval `auto` they also agree on what the first saves cost and on the step time of rank 0, from
+    which the interval follows. A save costs the time for which it stops training and, as hashing and
+    sending may take cores from it, the time by which the steps until its end are longer than others.
 
     about  returns settings and provenance of the run after an iteration, see LocalSaver.start
     clock  in seconds
@@ -154,25 +156,30 @@ class LocalSaves:
         self._clock = clock
         self.interval: int | None = config.checkpoint.non_persistent_save_interval or None
         self._next = _STEPS_BEFORE_CHOICE  # steps until the next save before the choice
-        self._stalls_s: list[float] = []
+        self._stall_s = 0.0  # of the last save
+        self._costs_s: list[float] = []
         self._took_s = 0.0
-        self._steps_s: deque[float] = deque(maxlen=4 * _STEPS_BEFORE_CHOICE)
-        self._lap: float | None = None
+        self._lap: float | None = None  # when the last step began
+        self._others_s: deque[float] = deque(maxlen=4 * _STEPS_BEFORE_CHOICE)
+        self._steps_s: list[float] = []  # those since the last save began, which is not complete
         self._saved: int | None = None  # the iteration of the last save
-        agreement.add(_WRITING, lambda: int(not saver.done), lambda: saver.pending)
-        agreement.add(_STALL, lambda: _microseconds(max(self._stalls_s[2:])), self._choosing)
-        agreement.add(_TOOK, lambda: _microseconds(self._took_s), self._choosing)
         first = topology.world.is_first
-        agreement.add(
-            _STEP,
-            lambda: _microseconds(statistics.median(self._steps_s)) if first else 0,
-            self._choosing,
-        )
+        agreement.add(_WRITING, lambda: int(not saver.done), lambda: saver.pending)
+        for name, seconds in (
+            (_COST, lambda: statistics.median(self._costs_s[2:])),
+            (_TOOK, lambda: self._took_s),
+            (_STEP, lambda: self._step_s if first else 0.0),
+        ):
+            agreement.add(name, partial(_microseconds, seconds), self._choosing)
+
+    @property
+    def _step_s(self) -> float:
+        """Return the time of a step without a save in progress."""
+        return statistics.median(self._others_s)
 
     def _choosing(self) -> bool:
         """Return whether enough has been measured to choose the interval, as on every rank."""
-        measured = len(self._stalls_s) >= _BEFORE_CHOICE and not self._saver.pending
-        return self.interval is None and measured
+        return self.interval is None and len(self._costs_s) >= _BEFORE_CHOICE
 
     def is_due(self, iteration: int) -> bool:
         """Return whether to save after `iteration`."""
@@ -180,55 +187,58 @@ class LocalSaves:
             return False
         if self.interval is not None:
             return iteration % self.interval == 0
-        return self._next <= 0 and len(self._stalls_s) < _BEFORE_CHOICE and not self._saver.pending
+        return self._next <= 0 and not self._saver.pending and not self._choosing()
 
     def save(self, iteration: int, state: Record) -> None:
         """Copy the state after `iteration`; the rest of the save follows between later steps."""
         begun = self._clock()
         self._saver.start(iteration, state, lambda: self._about(iteration))
         self._lap = self._clock()
-        self._stalls_s.append(self._lap - begun)
+        self._stall_s = self._lap - begun
+        self._steps_s = []
         self._saved = iteration
-        self._next = _STEPS_BEFORE_CHOICE
 
     def complete(self, agreed: Mapping[str, int]) -> None:
         """Continue a save in progress; complete it if all ranks have it. Called once per step."""
-        now = self._clock()
+        pending = self._saver.pending
         if self._lap is not None:
-            self._steps_s.append(now - self._lap)
+            (self._steps_s if pending else self._others_s).append(self._clock() - self._lap)
         self._next -= 1
-        if _STALL in agreed and self.interval is None:
-            self._choose(*(agreed[name] / 1e6 for name in (_STALL, _STEP, _TOOK)))
-        if self._saver.pending:
+        if _COST in agreed and self.interval is None:
+            self._choose(*(agreed[name] / 1e6 for name in (_COST, _STEP, _TOOK)))
+        if pending:
             self._saver.advance()
             if not agreed.get(_WRITING, True):
                 self._took_s = self._saver.commit()
-                self._report(self._took_s)
+                self._committed()
         self._lap = self._clock()
 
-    def _report(self, elapsed_s: float) -> None:
+    def _committed(self) -> None:
+        """Report a save that has just become complete, and note what it cost."""
         last = self._saver.last
         assert last is not None, "a save is complete"
+        self._next = _STEPS_BEFORE_CHOICE
+        if self.interval is None:
+            slower_s = sum(self._steps_s) - len(self._steps_s) * self._step_s
+            self._costs_s.append(self._stall_s + max(slower_s, 0.0))
         self._reporter.publish(
             LocalCheckpointSaved(
                 iteration=last.iteration,
                 size_bytes=self._saver.copied,
-                stall_s=self._stalls_s[-1],
-                elapsed_s=elapsed_s,
+                stall_s=self._stall_s,
+                elapsed_s=self._took_s,
             )
         )
 
-    def _choose(self, stall_s: float, step_s: float, took_s: float) -> None:
-        """Choose the interval at which stalls take at most MOST_STALL of the time."""
+    def _choose(self, cost_s: float, step_s: float, took_s: float) -> None:
+        """Choose the interval at which saves take at most MOST_COST of the time."""
         step_s = max(step_s, 1e-6)
         # a save that begins before the last one is complete would wait for it
-        self.interval = max(
-            1, math.ceil(stall_s / (MOST_STALL * step_s)), math.ceil(took_s / step_s)
-        )
+        self.interval = max(1, math.ceil(cost_s / (MOST_COST * step_s)), math.ceil(took_s / step_s))
         self._reporter.say(
-            f" local checkpoints: every {self.interval} steps ({FLAG} auto): a save stops training "
-            f"for {1e3 * stall_s:.1f} ms, and a step takes {1e3 * step_s:.1f} ms; it is complete "
-            f"after {took_s:.2f} s"
+            f" local checkpoints: every {self.interval} steps ({FLAG} auto): a save costs "
+            f"{1e3 * cost_s:.1f} ms (rank 0 stops for {1e3 * self._stall_s:.1f} ms of it) and is "
+            f"complete after {took_s:.2f} s, and a step takes {1e3 * step_s:.1f} ms"
         )
 
     def copies_compared(self, iteration: int) -> None:
@@ -281,5 +291,5 @@ def build_local_saves(
     return LocalSaves(config, saver, agreement, reporter, topology, about)
 
 
-def _microseconds(seconds: float) -> int:
-    return min(_MOST_US, math.ceil(1e6 * seconds))
+def _microseconds(seconds: Callable[[], float]) -> int:
+    return min(_MOST_US, round(1e6 * seconds()))

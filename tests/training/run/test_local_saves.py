@@ -12,13 +12,15 @@ from tests.helpers.tiny import rank_topology
 class Case:
     """Local saves over a saver that takes time on a clock of the test.
 
-    A step takes `step_s`, the copy of a save `stall_s`, and the rest of it `steps` more steps.
+    A step takes `step_s`, the copy of a save `stall_s`, and the rest of it `steps` more steps, which
+    take `slower_s` longer.
     """
 
-    def __init__(self, interval, stall_s=0.0, step_s=1.0, steps=1):
+    def __init__(self, interval, stall_s=0.0, step_s=1.0, steps=1, slower_s=0.0):
         self.now = 0.0
         self.step_s = step_s
         self.stall_s = stall_s
+        self.slower_s = slower_s
         self.steps = steps
         self.left = None
         self.starts = []
@@ -61,7 +63,7 @@ class Case:
 
     def run(self, first, last):
         for iteration in range(first, last + 1):
-            self.now += self.step_s
+            self.now += self.step_s + self.pending * self.slower_s
             self.saves.complete(self.agreement.read())
             if self.saves.is_due(iteration):
                 self.saves.save(iteration, {})
@@ -73,19 +75,20 @@ def test_a_given_interval():
 
 
 @pytest.mark.parametrize(
-    ("stall_s", "step_s", "steps", "interval"),
+    ("stall_s", "step_s", "steps", "slower_s", "interval"),
     [
-        (0.029, 1.0, 1, 3),  # 2.9 % of a step: every third step costs less than 1 %
-        (0.0001, 1.0, 1, 2),  # complete after the second step
-        (0.0001, 1.0, 7, 8),  # a save does not wait for the one before
-        (0.1995, 0.1, 1, 200),
+        (0.029, 1.0, 1, 0.0, 3),  # 2.9 % of a step: every third step costs less than 1 %
+        (0.0001, 1.0, 1, 0.0, 2),  # complete after the second step
+        (0.0001, 1.0, 7, 0.0, 8),  # a save does not wait for the one before
+        (0.1995, 0.1, 1, 0.0, 200),
+        (0.0095, 1.0, 3, 0.01, 5),  # four steps are longer by 1 % each
     ],
 )
-def test_auto_costs_one_percent(stall_s, step_s, steps, interval):
-    case = Case(0, stall_s, step_s, steps)
-    case.run(1, 60)
+def test_auto_costs_one_percent(stall_s, step_s, steps, slower_s, interval):
+    case = Case(0, stall_s, step_s, steps, slower_s)
+    case.run(1, 100)
     assert case.saves.interval == interval
     assert len(case.lines) == 1
-    measured = case.starts[:4]
-    case.run(61, 60 + 2 * interval)
-    assert case.starts[-1] % interval == 0 and len(case.starts) >= len(measured) + 2
+    measured = len(case.starts)
+    case.run(101, 100 + 2 * interval)
+    assert case.starts[-1] % interval == 0 and len(case.starts) == measured + 2
