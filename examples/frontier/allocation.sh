@@ -83,37 +83,6 @@ run_on_good_hosts() {
     return "$code"
 }
 
-# Program of guard_script's task on another node: $1 is the node of the batch script, $2 the job, and the other words are
-# the command that requeues or ends the job.
-# shellcheck disable=SC2016  # for the shell there
-GUARD='node=$1 job=$2
-shift 2
-while sleep "${GUARD_S:-60}"; do
-    list=$(squeue -h -j "$job" -t RUNNING -o %N) && [[ -n $list ]] || continue
-    nodes=$(scontrol show hostnames "$list") && [[ -n $nodes ]] || continue
-    grep -qxF "$node" <<<"$nodes" || "$@" "$job" || ((++refused < 5)) || scancel "$job"
-done'
-
-# With --no-kill a job continues after its script died with its node, and all its nodes idle until its time limit. A task
-# on another node monitors the script: if the script dies, it requeues the job, or ends it with REQUEUE=0 or after five
-# refusals by Slurm. If the node of that task dies, a task on another node takes over.
-guard_script() {
-    local here=${SLURMD_NODENAME:-$(hostname -s)} host pid ends=(scontrol requeue)
-    [[ $REQUEUE == 1 ]] || ends=(scancel)
-    trap '' USR1
-    for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
-        [[ $host != "$here" ]] || continue
-        # The task outlives its srun only if it sends no output to it.
-        srun -N 1 -n 1 --ntasks-per-node=1 -c 1 --overlap -w "$host" --job-name=guard --input=none --output=/dev/null \
-            --error=/dev/null bash -c "$GUARD" guard "$here" "$JOB" "${ends[@]}" </dev/null >/dev/null 2>&1 &
-        pid=$!
-        trap 'kill -TERM "$pid" 2>/dev/null; exit' TERM
-        wait "$pid"
-    done
-    [[ -z ${pid:-} || $(squeue -h -j "$JOB" -o %T 2>/dev/null) != RUNNING* ]] ||
-        complain "no other node runs the guard: if $here died, the job would idle until its time limit"
-}
-
 # forwarded COMMAND...: run it in the background, forwarding USR1 and TERM to the program that it is running. STOP_FILE
 # exists after a signal.
 forwarded() {

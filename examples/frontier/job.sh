@@ -8,7 +8,8 @@
 #   check       pretrain_gpt.py resolves the whole configuration, without torch: a wrong flag ends the job at once
 #   environment the packed Python environment and the code are copied to every node's NVMe drive
 #   preflight   every device and node is tested; slow and dead nodes are left out if there are spare ones
-#   training    on the good nodes, from the newest checkpoint
+#   training    on the good nodes, from the newest checkpoint. After the loss of a process or node it restarts within the
+#               job; spare good nodes wait to take the place of lost ones
 # The job ends with one of these exit codes (or that of the program, or 128 + the signal that killed a task):
 #   0 training is complete, or saved and requeued            2 error in the command or in site.env
 #   3 started too often without a new checkpoint             4 too few good nodes        75 a rank was lost
@@ -19,18 +20,24 @@
 #   RUN_NAME         folder in SITE_RUNS, also for checkpoints: a job with the same name resumes. Default: the job's
 #                    name, plus -paper for RECIPE=paper, -mock for --mock-data, and the number of a job array's task
 #   NODES_NEEDED     nodes to train on; the rest of the allocation are spares. Default: all
+#   MIN_NODES        if more nodes are lost than spare ones are left, continue on at least this many, with the same batch.
+#                    Default: NODES_NEEDED
+#   MAX_RESTARTS     number of restarts within the job, which need no new start of all processes; 0: never. A node that is
+#                    lost ends the job unless it was submitted with sbatch --no-kill, as the scripts here are
 #   PREFLIGHT        1: test the nodes first; 0: no test.  PREFLIGHT_FLAGS: flags for tools/preflight.py measure
-#   REQUEUE          1: requeue at the end of the job's time and after a lost rank; 0: never
+#   REQUEUE          1: requeue at the end of the job's time, and after a lost rank if the job cannot restart; 0: never
 #   MAX_STARTS       number of starts from the same checkpoint after which the job is no longer requeued
 #   GPU_VISIBILITY   one: each task sees its own GCD; all: each sees all eight; none: srun gets no flags for GPUs
 #   DEVICE           gpu, or cpu for trials (gloo, no modules)
-#   TASKS_PER_NODE, CPUS_PER_TASK, SRUN_FLAGS, SRUN_WAIT, MASTER_PORT, DRY_RUN (1: check the
-#                    flags and the modules here, and print the commands and variables; nothing is started)
+#   SRUN_WAIT        seconds from the end of one task to that of all others; not used with restarts within the job
+#   TASKS_PER_NODE, CPUS_PER_TASK, SRUN_FLAGS, MASTER_PORT, DRY_RUN (1: check the flags and the modules here, and print
+#                    the commands and variables; nothing is started)
 
 : "${MEGATRON_ROOT:=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)}"
 # shellcheck source=examples/frontier/site.env
 source "${SITE_FILE:-$MEGATRON_ROOT/examples/frontier/site.env}" || exit 2
 : "${DEVICE:=gpu}" "${RECIPE:=frontier}" "${PREFLIGHT:=1}" "${REQUEUE:=1}" "${MAX_STARTS:=3}" "${DRY_RUN:=0}"
+: "${MAX_RESTARTS:=100}"
 : "${TASKS_PER_NODE:=8}" "${CPUS_PER_TASK:=7}"
 # When a rank is lost, the others name it and exit. srun must not kill them before that, only if they do not exit.
 : "${SRUN_WAIT:=600}"
@@ -59,6 +66,7 @@ JOB_LOGS=$RUN/logs/$JOB
 PYTHON=$SITE_VENV/bin/python
 CODE=$MEGATRON_ROOT
 GOOD_HOSTS=
+RESTARTS=0 # number of restarts within the job of this launch
 
 say() { printf ' job %s: %s\n' "$JOB" "$*"; }
 complain() { printf ' job %s: ERROR: %s\n' "$JOB" "$*" >&2; }
@@ -121,7 +129,9 @@ first_address() {
 # task_flags NODES: set FLAGS to srun's flags for TASKS_PER_NODE tasks on each of NODES nodes, as OLCF recommends.
 task_flags() {
     FLAGS=(-N "$1" -n "$(($1 * TASKS_PER_NODE))" "--ntasks-per-node=$TASKS_PER_NODE" -c "$CPUS_PER_TASK")
-    FLAGS+=(--kill-on-bad-exit=0 "--wait=$SRUN_WAIT")
+    FLAGS+=(--kill-on-bad-exit=0)
+    # A task that has ended, with its node or because it was replaced, must not end the others.
+    if ((RESTARTS)); then FLAGS+=(--wait=0 --no-kill); else FLAGS+=("--wait=$SRUN_WAIT"); fi
     case $GPU_VISIBILITY in
         one) FLAGS+=(--gpus-per-task=1 --gpu-bind=closest) ;;
         all) FLAGS+=("--gpus-per-node=$TASKS_PER_NODE") ;;
@@ -223,9 +233,10 @@ prepare_environment() {
     return 2
 }
 
-# Test all nodes of the allocation. Sets GOOD_HOSTS to the file of the nodes to train on. Returns 4 if too few are good.
+# Test all nodes of the allocation. Sets GOOD_HOSTS to the file of the nodes to train on, with spare ones if the job can
+# restart. Returns 4 if too few are good.
 run_preflight() {
-    local nodes needed folder=$LOGS/preflight code=0 good=0
+    local nodes needed folder=$LOGS/preflight code=0 good=0 spares=
     nodes=$(allocated_nodes)
     needed=${NODES_NEEDED:-$nodes}
     [[ $DRY_RUN == 1 ]] || mkdir -p "$folder"
@@ -233,7 +244,7 @@ run_preflight() {
     [[ $DEVICE != cpu ]] || backend=gloo
     read -r -a more <<<"${PREFLIGHT_FLAGS:-}"
     # A hanging task is abandoned soon after the others have ended; the step has a time limit.
-    NODES=$nodes HOSTS='' SRUN_WAIT=30 SRUN_FLAGS="${SRUN_FLAGS:-} --time=${PREFLIGHT_MINUTES:-10}" LOGS=$folder \
+    RESTARTS=0 NODES=$nodes HOSTS='' SRUN_WAIT=30 SRUN_FLAGS="${SRUN_FLAGS:-} --time=${PREFLIGHT_MINUTES:-10}" LOGS=$folder \
         launch "$CODE/tools/preflight.py" measure --cluster "$SITE_CLUSTER" --out "$folder" \
         --backend "$backend" ${more[@]+"${more[@]}"} || code=$?
     [[ $DRY_RUN != 1 ]] || { GOOD_HOSTS=; return 0; }
@@ -241,8 +252,9 @@ run_preflight() {
     [[ ! -f $folder/good_hosts ]] || good=$(grep -c . "$folder/good_hosts")
     if ((good >= needed)); then
         GOOD_HOSTS=$folder/hosts
-        head -n "$needed" "$folder/good_hosts" >"$GOOD_HOSTS"
-        say "preflight: training on $needed of $nodes node(s)$(bad_hosts_line ', without ')"
+        ((RESTARTS == 0 || good == needed)) || spares=", $((good - needed)) spare"
+        head -n "$((RESTARTS ? good : needed))" "$folder/good_hosts" >"$GOOD_HOSTS"
+        say "preflight: training on $needed of $nodes node(s)$spares$(bad_hosts_line ', without ')"
         return 0
     fi
     ((code == 4)) || failing_tasks "$folder" # 4 is a verdict, not a failure
@@ -356,11 +368,22 @@ check_settings() {
         setting "$name" '[1-9][0-9]*' "a number of at least 1" || return
     done
     setting SRUN_WAIT '[0-9]+' "a number of seconds" || return
+    setting MAX_RESTARTS '[0-9]+' "a number of restarts, 0 for none" || return
     nodes=$(allocated_nodes)
-    [[ $needed =~ ^[1-9][0-9]*$ ]] && ((needed <= nodes)) && return 0
-    complain "NODES_NEEDED=$needed, but the job has $nodes node(s): a number from 1 to $nodes, or sbatch -N for more"
+    if [[ ! $needed =~ ^[1-9][0-9]*$ ]] || ((needed > nodes)); then
+        complain "NODES_NEEDED=$needed, but the job has $nodes node(s): a number from 1 to $nodes, or sbatch -N for more"
+        return 2
+    fi
+    needed=$(needed_nodes)
+    [[ -n ${MIN_NODES:-} ]] || return 0
+    [[ $MIN_NODES =~ ^[1-9][0-9]*$ ]] && ((MIN_NODES <= needed && MAX_RESTARTS > 0)) && return 0
+    complain "MIN_NODES=$MIN_NODES, but the job trains on $needed node(s) with MAX_RESTARTS=$MAX_RESTARTS: a number from 1 to" \
+        "$needed, and MAX_RESTARTS of at least 1"
     return 2
 }
+
+# Print the number of nodes to train on.
+needed_nodes() { printf '%s' "${NODES_NEEDED:-$(allocated_nodes)}"; }
 
 # start_flags FLAGS...: set TRAIN_FLAGS to all flags of the training: recipe, data, checkpoints, then FLAGS, which override.
 start_flags() {
@@ -384,16 +407,36 @@ start_flags() {
     SAVE=${save:-$RUN/checkpoints}
     TRAIN_FLAGS+=(--save "$SAVE" --load "$SAVE" --save-interval-minutes 20 --async-save --keep-last 3)
     TRAIN_FLAGS+=(--log-interval 1 --eval-interval 500 --eval-iters 10)
-    [[ $REQUEUE == 1 ]] || { TRAIN_FLAGS+=("$@") && return; }
-    TRAIN_FLAGS+=(--requeue "$@")
     repeated="--finetune --reset-iteration --load-tag --no-load-optim"
     load=$(flag_value --load "$@")
     load=${load:-$SAVE}
     if has_flag "$repeated" "$@" || [[ $(realpath -ms "$load") != "$(realpath -ms "$SAVE")" ]]; then
-        complain "with REQUEUE=1 every start must resume from --save: submit once with REQUEUE=0 and --load," \
-            "--load-tag, --finetune, --reset-iteration or --no-load-optim, then with REQUEUE=1 and without them"
+        if [[ $REQUEUE == 1 ]]; then
+            complain "with REQUEUE=1 every start must resume from --save: submit once with REQUEUE=0 and --load," \
+                "--load-tag, --finetune, --reset-iteration or --no-load-optim, then with REQUEUE=1 and without them"
+            return 2
+        fi
+        say "without restarts within the job, which would load from ${load} again"
+    else
+        restart_flags "$@" || return
+    fi
+    [[ $REQUEUE == 0 ]] || TRAIN_FLAGS+=(--requeue)
+    TRAIN_FLAGS+=("$@")
+}
+
+# restart_flags FLAGS...: add the flags of restarts within the job, which FLAGS override. Sets RESTARTS.
+restart_flags() {
+    local given
+    if has_flag --spare-ranks "$@"; then
+        complain "--spare-ranks follows from the number of good nodes and NODES_NEEDED: leave it out"
         return 2
     fi
+    given=$(flag_value --max-restarts "$@")
+    RESTARTS=${given:-$MAX_RESTARTS}
+    if [[ ! $RESTARTS =~ ^[0-9]+$ ]]; then RESTARTS=0; fi # check_flags reports it
+    ((RESTARTS)) || return 0
+    TRAIN_FLAGS+=(--max-restarts "$RESTARTS" --non-persistent-save-interval auto)
+    [[ -z ${MIN_NODES:-} ]] || TRAIN_FLAGS+=(--min-ranks "$((MIN_NODES * TASKS_PER_NODE))")
 }
 
 # data_flags FLAGS...: add the data and the tokenizer of site.env to TRAIN_FLAGS, unless FLAGS name others.
@@ -433,7 +476,7 @@ note_start() {
 # Resolve the whole configuration in one process without torch: mistakes cost seconds of one node, not minutes of all.
 check_flags() {
     local python=$PYTHON world
-    world=$((${NODES_NEEDED:-$(allocated_nodes)} * TASKS_PER_NODE))
+    world=$(($(needed_nodes) * TASKS_PER_NODE))
     local command=("$python" "$CODE/pretrain_gpt.py" "${TRAIN_FLAGS[@]}" --complete --world-size "$world" --print-config)
     [[ -x $python || $DRY_RUN == 1 ]] || return 0 # only the packed environment exists: the ranks check the flags
     show "${command[@]}"
@@ -468,7 +511,7 @@ left_to_slurm() {
 }
 
 # requeue_lost CODE: requeue the job after a lost rank (75, or a task that a signal ended), unless it was cancelled or this
-# happened MAX_STARTS times at the same checkpoint. After a lost node Slurm itself requeues the job.
+# happened MAX_STARTS times at the same checkpoint. After a lost node Slurm itself requeues a job without --no-kill.
 requeue_lost() {
     (($1 == 75 || $1 > 128)) && [[ $REQUEUE == 1 && -n ${SLURM_JOB_ID:-} ]] || return 0
     ! left_to_slurm || return 0
@@ -509,6 +552,37 @@ requeue_without() {
     complain "scontrol could not exclude $bad: the job may get these nodes again"
 }
 
+# Program of guard_script's task on another node: $1 is the node of the batch script, $2 the job, and the other words are
+# the command that requeues or ends the job.
+# shellcheck disable=SC2016  # for the shell there
+GUARD='node=$1 job=$2
+shift 2
+while sleep "${GUARD_S:-60}"; do
+    list=$(squeue -h -j "$job" -t RUNNING -o %N) && [[ -n $list ]] || continue
+    nodes=$(scontrol show hostnames "$list") && [[ -n $nodes ]] || continue
+    grep -qxF "$node" <<<"$nodes" || "$@" "$job" || ((++refused < 5)) || scancel "$job"
+done'
+
+# With --no-kill a job continues after its script died with its node, and at the latest when the training has ended its
+# nodes idle until its time limit. A task on another node monitors the script: if the script dies, it requeues the job, or ends it with REQUEUE=0 or after five
+# refusals by Slurm. If the node of that task dies, a task on another node takes over.
+guard_script() {
+    local here=${SLURMD_NODENAME:-$(hostname -s)} host pid ends=(scontrol requeue)
+    [[ $REQUEUE == 1 ]] || ends=(scancel)
+    trap '' USR1
+    for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+        [[ $host != "$here" ]] || continue
+        # The task outlives its srun only if it sends no output to it.
+        srun -N 1 -n 1 --ntasks-per-node=1 -c 1 --overlap -w "$host" --job-name=guard --input=none --output=/dev/null \
+            --error=/dev/null bash -c "$GUARD" guard "$here" "$JOB" "${ends[@]}" </dev/null >/dev/null 2>&1 &
+        pid=$!
+        trap 'kill -TERM "$pid" 2>/dev/null; exit' TERM
+        wait "$pid"
+    done
+    [[ -z ${pid:-} || $(squeue -h -j "$JOB" -o %T 2>/dev/null) != RUNNING* ]] ||
+        complain "no other node runs the guard: if $here died, the job would idle until its time limit"
+}
+
 # name_run FLAGS...: give trials on mock data, another recipe and each task of an array separate folders, so that no
 # training resumes from their checkpoints by accident.
 name_run() {
@@ -522,7 +596,7 @@ name_run() {
 
 # train_job FLAGS...: run the whole job. Ends the script.
 train_job() {
-    local code=0 TRAIN_FLAGS SAVE
+    local code=0 TRAIN_FLAGS SAVE guard='' nodes spares
     name_run "$@"
     LOGS=$JOB_LOGS/$RESTART # not settings of a whole job, but the user's shell may export these names
     unset NODES HOSTS MASTER_ADDR
@@ -531,12 +605,23 @@ train_job() {
     note_start || exit
     # A dry run shows the whole job, and ends with the code of the first failed check.
     check_flags || { code=$? && [[ $DRY_RUN == 1 ]]; } || exit "$code"
+    if [[ $DRY_RUN != 1 ]] && (($(allocated_nodes) > 1)); then
+        guard_script &
+        guard=$!
+    fi
     prepare_environment || { code=$? && [[ $DRY_RUN == 1 ]]; } || exit "$code"
     if [[ $PREFLIGHT == 1 ]]; then run_preflight || exit; fi
+    nodes=$(needed_nodes)
+    if ((RESTARTS)); then
+        spares=$(($(if [[ -n $GOOD_HOSTS ]]; then grep -c . "$GOOD_HOSTS"; else allocated_nodes; fi) - nodes))
+        ((spares == 0)) || TRAIN_FLAGS+=(--spare-ranks "$((spares * TASKS_PER_NODE))")
+        nodes=$((nodes + spares))
+    fi
     [[ $CODE != "$MEGATRON_ROOT" ]] || [[ $DEVICE == cpu ]] ||
         TRAIN_FLAGS=(--distributed-timeout-minutes 30 "${TRAIN_FLAGS[@]}") # slow to start from a shared file system
-    launch_training "${TRAIN_FLAGS[@]}" || code=$?
+    NODES=$nodes launch_training "${TRAIN_FLAGS[@]}" || code=$?
     [[ $DRY_RUN != 1 ]] || exit "$code"
+    [[ -z $guard ]] || kill -TERM "$guard" 2>/dev/null
     ((code == 0)) || code=$(cause "$code" "$LOGS")
     say "training ended with exit code $code at iteration $(reached)"
     if ((code)); then

@@ -470,6 +470,12 @@ def check_training(job: CheckedJob, config: Config) -> None:
         level = "note" if config.tokenizer.tokenizer_type is None else "error"
         job.find(level, "tokenizer", f"{unknown}: assuming {config.model.vocab_size} entries")
     job.known["processes"] = f"{job.tasks} on {job.nodes} node(s)"
+    if spares := config.training.spare_ranks:
+        job.known["processes"] += f", of which {spares} wait to replace lost ones"
+    ends_with_node = "nodes" in job.options and not {"no-kill", "k"} & set(job.options)
+    if config.training.max_restarts and job.nodes > 1 and ends_with_node:
+        text = "Slurm ends the job when a node is lost, instead of a restart within it"
+        job.warn("no-kill", f"no --no-kill: {text}")
     job.known["layout"] = candidate_of(config).write(math.ceil(job.tasks / job.nodes))
     job.tokenizer = tokenizer
     job.vocabulary_known = not unknown
@@ -485,7 +491,7 @@ def check_training(job: CheckedJob, config: Config) -> None:
     job.unchecked += (
         "quotas of the file system (lfs quota)",
         "whether the code runs with these flags and fits (the figures above are predictions): add "
-        f"--dry-run --world-size {job.tasks} --cluster NAME to the flags of pretrain_gpt.py",
+        f"--dry-run --world-size {config.parallel.world_size} --cluster NAME to the flags of pretrain_gpt.py",
         "compute nodes and their network: PREFLIGHT=1 of job.sh tests them when the job starts",
     )
 

@@ -43,7 +43,11 @@ def test_headers():
         hours = 2 if nodes <= 91 else 6 if nodes <= 183 else 12  # OLCF's limit for that many nodes
         asked = [head[flag] for flag in ("-N", "-t", "-C", "--network", "--ntasks-per-node", "-c")]
         assert asked == [str(nodes), f"{hours:02}:00:00", "nvme", "disable_rdzv_get", "8", "7"]
-        assert head["--signal"].startswith("USR1@") and {"--requeue", "--open-mode"} <= set(head)
+        assert head["--signal"].startswith("USR1@") and {
+            "--requeue",
+            "--no-kill",
+            "--open-mode",
+        } <= set(head)
 
 
 def test_srun_as_olcf_recommends(tmp_path):
@@ -53,8 +57,9 @@ def test_srun_as_olcf_recommends(tmp_path):
     asked = [call.value(flag) for flag in ("-N", "-n", "-c", "--ntasks-per-node")]
     assert asked == ["2", "16", "7", "8"]
     assert {"--gpus-per-task=1", "--gpu-bind=closest"} <= set(call.words)
-    # Ranks end by themselves and name the lost one; a rank that does not is ended after a while.
-    assert (call.value("--kill-on-bad-exit"), call.value("--wait")) == ("0", "600")
+    # The job goes on without tasks and nodes that are lost.
+    assert (call.value("--kill-on-bad-exit"), call.value("--wait")) == ("0", "0")
+    assert "--no-kill" in call.words and call.value("--max-restarts") == "100"
     assert "-w" not in call.words
     assert "--distributed-backend" not in call.words
 
@@ -74,7 +79,7 @@ def test_a_setting_that_cannot_be_is_refused_before_any_step(tmp_path):
     """Misunderstood ones, too many nodes, no Python, and modules without the command for them."""
     wrong = (
         "PREFLIGHT=yes DRY_RUN=y REQUEUE=true DEVICE=cuda GPU_VISIBILITY=two MAX_STARTS=many RECIPE=papper "
-        "NODES_NEEDED=3 NODES_NEEDED=two SITE_VENV=/nowhere SITE_MODULES=rocm"
+        "NODES_NEEDED=3 NODES_NEEDED=two MIN_NODES=3 MAX_RESTARTS=many SITE_VENV=/nowhere SITE_MODULES=rocm"
     )
     for setting in wrong.split():
         name, value = setting.split("=")
@@ -83,6 +88,15 @@ def test_a_setting_that_cannot_be_is_refused_before_any_step(tmp_path):
         )
         assert (ended.code, ended.named("srun"), ended.named("sbcast")) == (2, [], [])
         assert (setting if name != "SITE_MODULES" else name) in ended.log
+
+
+@pytest.mark.parametrize("arguments", [(), ("--max-restarts", "0")])
+def test_without_restarts_a_lost_rank_ends_the_job(tmp_path, arguments):
+    ended = train(tmp_path, *arguments, **({} if arguments else {"MAX_RESTARTS": "0"}))
+    (call,) = ended.named("srun", PROGRAM)
+    # Ranks end by themselves and name the lost one; a rank that does not is ended after a while.
+    assert (call.value("--kill-on-bad-exit"), call.value("--wait")) == ("0", "600")
+    assert "--no-kill" not in call.words
 
 
 def test_recipe_and_flags(tmp_path):
@@ -240,7 +254,9 @@ def test_requeued_jobs_go_on_from_their_own_checkpoint(tmp_path):
     for flags in (["--load", "/other"], ["--finetune"], ["--load-tag=iter_1"]):
         ended = train(tmp_path, *flags)
         assert (ended.code, ended.named("srun")) == (2, []), flags
-    assert train(tmp_path, *flags, REQUEUE="0").code == 0
+    ended = train(tmp_path, *flags, REQUEUE="0")
+    assert ended.code == 0
+    assert "--max-restarts" not in ended.named("srun", PROGRAM)[0].words  # it would load them again
 
 
 def test_dry_run_starts_nothing(tmp_path):

@@ -55,7 +55,9 @@ def test_spare_nodes_take_the_place_of_bad_ones(tmp_path):
     assert ended.code == 0, ended.log
     assert ended.named("srun", MEASURE)[0].value("-N") == "4"
     call = trained(ended)
-    assert [call.value(flag) for flag in ("-N", "-n", "-w")] == ["2", "16", "a2,a3"]
+    # two nodes train, the third good one waits
+    assert [call.value(flag) for flag in ("-N", "-n", "-w")] == ["3", "24", "a2,a3,a4"]
+    assert call.value("--spare-ranks") == "8"
     assert call.environ["MASTER_ADDR"] == "10.1.2.3"  # that of a2, which now has rank 0
     tokens = {
         step.environ["MEGATRON_JOB_TOKEN"] for step in (call, ended.named("srun", MEASURE)[0])
@@ -175,3 +177,15 @@ def test_an_environment_that_does_not_import_falls_back(tmp_path, packed):
     pack(tmp_path, "exit 1")
     ended = train(tmp_path, **packed)
     assert f"{tmp_path}/venv/bin/python" in trained(ended).words
+
+
+def test_nodes_beyond_those_needed(tmp_path):
+    """They wait for a restart within the job, or do nothing without one."""
+    nodes = {"nodes": "a1,a2,a3", "NODES_NEEDED": "2"}
+    call = trained(train(tmp_path, **nodes, MIN_NODES="1"))
+    asked = [call.value(flag) for flag in ("-N", "-n", "--spare-ranks", "--min-ranks")]
+    assert asked == ["3", "24", "8", "8"]
+    call = trained(train(tmp_path, **nodes, MAX_RESTARTS="0"))
+    assert (call.value("-N"), "--spare-ranks" in call.words) == ("2", False)
+    ended = train(tmp_path, **nodes, MIN_NODES="1", MAX_RESTARTS="0")
+    assert (ended.code, "MIN_NODES=1" in ended.log) == (2, True)

@@ -265,7 +265,7 @@ def test_a_job_whose_script_died_with_its_node_goes_back_into_the_queue(testbed,
 # its answers.
 FULL = f"""
 export MEGATRON_ROOT={ROOT} SITE_FILE={FRONTIER}/site.env GUARD_S=1 REQUEUE=1
-source {FRONTIER}/allocation.sh
+source {FRONTIER}/job.sh
 until_true() {{ until "$@"; do sleep 0.1; done; }}
 guarded() {{ squeue --steps -h -j "$SLURM_JOB_ID" -o %j | grep -qx guard; }}
 guard_script &

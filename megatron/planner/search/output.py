@@ -352,6 +352,7 @@ def _site_script(
 #SBATCH -c {cluster.cpus_per_task}
 #SBATCH --signal=USR1@600
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --open-mode=append
 #SBATCH -o %x-%j.out
 set -uo pipefail
