@@ -376,6 +376,9 @@ class Supervisor:
         if self._is_beating and time.monotonic() - self._beat_at >= _BEAT_S:
             self._beat_at = time.monotonic()
             self._count(f"beat/{self.launch.task}", 1)
+            if self._rank is None and not self._saved:
+                # A spare may be the last one left, without the store, and decide on a requeue.
+                self._saved = self._has("saved")
         if self._failure is None and (code := self._watch()) is not None:
             return code
         if self._failure is not None:
@@ -391,8 +394,10 @@ class Supervisor:
             kind = message["kind"]
             if kind == REACHED:
                 self._reached = max(self._reached, message["iteration"])
-            elif kind == SAVED:
+            elif kind == SAVED and not self._saved:
                 self._saved = True
+                if self._rank == 0:
+                    self._set("saved", True)
             elif kind == RANKED:
                 self._shown = message["rank"]
             elif kind == READY:
