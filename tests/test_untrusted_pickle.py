@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron import untrusted_pickle
-from megatron.checkpoint.load import read_tensor
+from megatron.checkpoint.reader import read_tensor
 from megatron.checkpoint.shards import Shard
 from megatron.errors import CheckpointError
 from megatron.untrusted_pickle import check_pickle

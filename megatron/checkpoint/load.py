@@ -7,26 +7,19 @@ differ from those written, the previous checkpoint is loaded, and the result rep
 --load-tag names the damaged checkpoint, an error is raised. A good checkpoint that does not fit the
 model is always an error: an older one from the same run would not fit either.
 
-Every shard is compared with its digest before it is used. Shards are stored in the format of
-torch.save; torch.load(weights_only=True) executes nothing in them.
+reader.py reads the shards of files.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import itertools
-import math
-import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, Protocol
 
 import torch
-import xxhash
 
 from megatron.checkpoint.files import STATE, StrPath, read_manifest
 from megatron.checkpoint.find import (
@@ -38,6 +31,7 @@ from megatron.checkpoint.find import (
     open_checkpoint,
     required,
 )
+from megatron.checkpoint.reader import Targets, read_shards
 from megatron.checkpoint.settings import check_architecture, check_benchmark, check_optimizer
 from megatron.checkpoint.shards import (
     Entries,
@@ -58,7 +52,7 @@ from megatron.checkpoint.tensors import (
     weights_to_load,
 )
 from megatron.checkpoint.upcycle import dense, dense_name, from_dense, scale_outputs
-from megatron.checkpoint.writer import BLOCK, Alive, envelope, nothing
+from megatron.checkpoint.writer import Alive, nothing
 from megatron.config import Config
 from megatron.config.model import may_be_missing
 from megatron.engine.engine import Engine
@@ -68,8 +62,6 @@ from megatron.errors import CheckpointError
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
-from megatron.untrusted import open_regular
-from megatron.untrusted_pickle import check_torch_file
 
 
 @dataclass(frozen=True)
@@ -122,9 +114,12 @@ class StateSource(Protocol):
         """
 
     def read(
-        self, shards: Iterable[tuple[str, Shard]], stored: Entries
+        self, shards: Iterable[tuple[str, Shard]], stored: Entries, targets: Targets
     ) -> Iterator[tuple[str, Shard, torch.Tensor]]:
-        """Yield (name, shard, values) for these shards of `entries`; values last until the next."""
+        """Yield (name, shard, values) for these shards of `entries`; values last until the next.
+
+        They may be read into those `targets` that are suitable, and are then this tensor.
+        """
 
 
 @dataclass(frozen=True)
@@ -147,9 +142,9 @@ class FileSource:
         return read_index(self.checkpoint.manifest).keys()
 
     def read(
-        self, shards: Iterable[tuple[str, Shard]], stored: Entries
+        self, shards: Iterable[tuple[str, Shard]], stored: Entries, targets: Targets
     ) -> Iterator[tuple[str, Shard, torch.Tensor]]:
-        return read_shards(self.checkpoint.folder, shards, stored)
+        return read_shards(self.checkpoint.folder, shards, stored, targets)
 
 
 def load(
@@ -442,7 +437,7 @@ def _fill(
     """Fill the views of `tensors` in place from the shards that overlap them.
 
     Values are converted to the dtypes of the views. Raises CheckpointError naming what is damaged;
-    views filled before keep their new values.
+    some views may then have new values, and the damaged one wrong ones.
     """
     copies: dict[tuple[str, Shard], list[tuple[torch.Tensor, tuple[slice, ...]]]] = {}
     for name, shards in tensors:
@@ -452,180 +447,9 @@ def _fill(
                 if regions is not None:
                     target = view.detach()[regions[1]]
                     copies.setdefault((name, shard), []).append((target, regions[0]))
-    for name, shard, values in source.read(copies, stored):
-        for target, region in copies[name, shard]:
-            target.copy_(values[region])
+    targets = {key: uses[0][0] for key, uses in copies.items() if len(uses) == 1}
+    for name, shard, values in source.read(copies, stored, targets):
+        if values is not targets.get((name, shard)):
+            for target, region in copies[name, shard]:
+                target.copy_(values[region])
         alive()
-
-
-def read_shards(
-    folder: Path, shards: Iterable[tuple[str, Shard]], stored: Entries
-) -> Iterator[tuple[str, Shard, torch.Tensor]]:
-    """Yield (name, shard, values) for `shards`, in their order in the files.
-
-    The values are valid until the next shard is asked for, which a thread reads in the meantime.
-    Raises CheckpointError naming the file that is damaged.
-    """
-    with (
-        contextlib.closing(_read_in_turn(folder, shards, stored)) as reading,
-        ThreadPoolExecutor(1, "read-checkpoint") as thread,
-    ):
-        following = thread.submit(next, reading, None)
-        while (current := following.result()) is not None:
-            following = thread.submit(next, reading, None)
-            yield current
-
-
-def _read_in_turn(
-    folder: Path, shards: Iterable[tuple[str, Shard]], stored: Entries
-) -> Generator[tuple[str, Shard, torch.Tensor], None, None]:
-    """Yield the same as `read_shards`; the values are valid until the next but one is read.
-
-    They are in one of two buffers, which later shards overwrite: allocating memory for each shard
-    would take longer than reading it.
-    """
-    buffer, other = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
-    ordered = sorted(shards, key=lambda entry: (entry[1].file, entry[1].start))
-    for file, entries in itertools.groupby(ordered, key=lambda entry: entry[1].file):
-        path = folder / file
-        with open_regular(path, error=CheckpointError) as opened:
-            for name, shard in entries:
-                if len(buffer) < shard.length:
-                    buffer = torch.empty(shard.length, dtype=torch.uint8)
-                data = buffer[: shard.length]
-                end = shard.start + shard.length
-                try:
-                    size = os.fstat(opened.fileno()).st_size
-                    if end <= size:
-                        opened.seek(shard.start)
-                        read, value = _read_digested(opened, data.numpy().data)
-                        size = shard.start + read
-                except OSError as error:
-                    raise CheckpointError(
-                        f"{path} cannot be read ({error.strerror or error}); {name} is in it"
-                    ) from error
-                if end > size:
-                    raise CheckpointError(
-                        f"{path} has {size} bytes, but at least {end} were written; it contains "
-                        f"{name}"
-                    )
-                if shard.digest is not None and value != shard.digest:
-                    raise CheckpointError(
-                        f"{path} is damaged: bytes {shard.start} to {end}, a part of {name}, are "
-                        "not those that were written"
-                    )
-                yield name, shard, _tensor_in(data, path, name, shard, stored[name]["dtype"])
-                buffer, other = other, buffer
-
-
-def _read_digested(file: BinaryIO, target: memoryview) -> tuple[int, str]:
-    """Fill `target` from a file; return the number of bytes read, and their digest.
-
-    Each block is digested while it is in the processor's cache. Raises OSError.
-    """
-    reader = cast(io.BufferedReader, file)
-    value = xxhash.xxh3_128()
-    done = 0
-    while done < len(target):
-        block = target[done : done + BLOCK]
-        read = reader.readinto(block)
-        if not read:
-            break
-        value.update(block[:read])
-        done += read
-    return done, value.hexdigest()
-
-
-def read_tensor(
-    folder: Path,
-    stored: Entries,
-    name: str,
-    row: int | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Return a full tensor, or only element `row` of its first dimension.
-
-    dtype   type of the result; by default the stored one
-
-    Raises CheckpointError naming the file that is damaged.
-    """
-    entry = stored[name]
-    shape = entry["shape"]
-    offset = (row or 0, *[0] * (len(shape) - 1))
-    sizes = shape if row is None else (1, *shape[1:])
-    values = torch.empty(sizes, dtype=dtype or getattr(torch, entry["dtype"]))
-    common = {shard: overlap(offset, sizes, shard.offset, shard.sizes) for shard in entry["boxes"]}
-    shards = [(name, shard) for shard, regions in common.items() if regions]
-    for _, shard, data in read_shards(folder, shards, stored):
-        target, source = common[shard] or ((), ())
-        values[target] = data[source]
-    return values if row is None else values[0]
-
-
-class _Stream(io.RawIOBase):
-    """A file object that reads from bytes, without the copy that io.BytesIO makes."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, len(self._data))[whence])
-        return self._at
-
-    def readinto(self, target: Any) -> int:
-        chunk = self._data[self._at : self._at + len(target)]
-        target[: len(chunk)] = chunk
-        self._at += len(chunk)
-        return len(chunk)
-
-
-def _tensor_in(data: torch.Tensor, path: Path, name: str, shard: Shard, dtype: str) -> torch.Tensor:
-    """Return the tensor that torch.save wrote into `data`, the bytes of a shard.
-
-    It is a view of `data` if it is contiguous and starts at the beginning of its storage. Raises
-    CheckpointError if `data` is not a tensor of the shard's sizes and of `dtype`.
-    """
-    # The usual case: no pickle needs to be read, which takes longer than a megabyte of values.
-    before, after = envelope(getattr(torch, dtype), shard.sizes)
-    start, stop = len(before), len(data) - len(after)
-    if (
-        stop - start == math.prod(shard.sizes) * getattr(torch, dtype).itemsize
-        and data[:start].numpy().tobytes() == before
-        and data[stop:].numpy().tobytes() == after
-    ):
-        return data[start:stop].view(getattr(torch, dtype)).view(shard.sizes)
-    stream: Any = _Stream(data.numpy().data)
-    check_torch_file(stream, f"{path}, where {name} is,", CheckpointError)
-    try:
-        values: torch.Tensor = torch.load(stream, map_location="meta", weights_only=True)
-        stream.seek(0)
-        if type(values) is torch.Tensor and values.is_contiguous() and not values.storage_offset():
-            reader: Any = torch._C.PyTorchFileReader(stream)
-            at = reader.get_record_offset("data/0")
-            values = data[at : at + values.nbytes].view(values.dtype).view(values.shape)
-        else:
-            values = torch.load(stream, map_location="cpu", weights_only=True)
-    except MemoryError:
-        raise
-    except Exception as error:  # a damaged archive can cause any exception
-        first = (str(error).splitlines() or [""])[0]
-        raise CheckpointError(
-            f"{path} is damaged where {name} is ({type(error).__name__}: {first})"
-        ) from error
-    actual = getattr(values, "shape", None), getattr(values, "dtype", None)
-    if actual != (shard.sizes, getattr(torch, dtype)):
-        raise CheckpointError(
-            f"{path} is damaged: at byte {shard.start} it has {actual}, but a shard {shard.sizes} "
-            f"in {dtype} of {name} was written"
-        )
-    return values

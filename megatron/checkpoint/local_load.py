@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.load import load_counters, read_state, use_loaded
 from megatron.checkpoint.memory_file import OWN, Header, Key, MemoryFile
+from megatron.checkpoint.reader import Targets
 from megatron.checkpoint.shards import Entries, Shard, Stored, named, overlap
 from megatron.checkpoint.tensors import Tensors, clear_padding, tensors_to_load
 from megatron.checkpoint.writer import Alive, nothing
@@ -402,7 +403,7 @@ class _Memories:
         return None
 
     def read(
-        self, shards: Iterable[tuple[str, Shard]], stored: Entries
+        self, shards: Iterable[tuple[str, Shard]], stored: Entries, targets: Targets
     ) -> Iterator[tuple[str, Shard, torch.Tensor]]:
         """Yield the shards in this rank's memory, and then those that it receives, in rounds.
 

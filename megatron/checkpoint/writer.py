@@ -116,7 +116,7 @@ class ShardWriter:
         start = self.bytes
         digest = xxhash.xxh3_128()
         before, after = envelope(view.dtype, tuple(view.shape))
-        for data in (memoryview(before), _bytes_of(view), memoryview(after)):
+        for data in (memoryview(before), bytes_of(view), memoryview(after)):
             for at in range(0, len(data), BLOCK):
                 block = data[at : at + BLOCK]
                 self._file.write(block)
@@ -208,7 +208,7 @@ def _without_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(usual)
 
 
-def _bytes_of(view: torch.Tensor) -> memoryview:
+def bytes_of(view: torch.Tensor) -> memoryview:
     """Return the values as bytes in host memory.
 
     They are copied only if they are on a device or not contiguous.

@@ -41,7 +41,8 @@ from megatron.checkpoint.huggingface_save import (
     write_files,
     write_model,
 )
-from megatron.checkpoint.load import read_tensor, require_kind
+from megatron.checkpoint.load import require_kind
+from megatron.checkpoint.reader import read_tensor
 from megatron.checkpoint.settings import pieces_of_model, plain
 from megatron.checkpoint.shards import Entries, incomplete, named, read_stored
 from megatron.checkpoint.shared_errors import decided_by_first

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.checkpoint.files import METADATA
-from megatron.checkpoint.load import read_tensor
+from megatron.checkpoint.reader import read_tensor
 from megatron.checkpoint.shards import Stored, checked_entry, incomplete, named
 from megatron.errors import CheckpointError
 from megatron.untrusted import open_regular, read_bytes, read_json

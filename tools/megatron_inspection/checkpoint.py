@@ -33,7 +33,7 @@ from megatron.checkpoint.find import (
     required,
 )
 from megatron.checkpoint.folder import folder_name
-from megatron.checkpoint.load import read_shards
+from megatron.checkpoint.reader import read_shards
 from megatron.checkpoint.shards import Shard, Stored, incomplete, named, read_stored
 from megatron.checkpoint.tensors import MASTER
 from megatron.errors import CheckpointError
