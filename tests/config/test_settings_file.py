@@ -140,7 +140,7 @@ OF_ONE_START = """
 world_size local_rank master_addr master_port moe_use_upcycling load load_missing load_tag
 no_load_optim
 no_load_rng finetune reset_iteration use_checkpoint_args model_from exit_on_missing_checkpoint
-override_opt_param_scheduler exit_interval exit_duration_in_mins walltime requeue max_restarts spare_ranks min_ranks skip_train
+override_opt_param_scheduler exit_interval exit_duration_in_mins walltime requeue skip_train
 kill_switch_file save_trigger_file profile profile_step_start profile_step_end
 profile_ranks record_memory_history allow_data_changes max_restarts spare_ranks min_ranks
 non_persistent_save_interval replication replication_factor replication_jump
