@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.files import (
     CONFIG,
@@ -54,13 +57,13 @@ from megatron.checkpoint.shards import (
     write_metadata,
     write_piece,
 )
-from megatron.checkpoint.shared_errors import decided_by_first, describe, errors_on_all_ranks
-from megatron.checkpoint.tensors import Snapshot, Tensors, tensors_to_save
+from megatron.checkpoint.shared_errors import decided_by_first, errors_on_all_ranks
+from megatron.checkpoint.tensors import Snapshot, Tensors, device_of, tensors_to_save
 from megatron.checkpoint.writer import Alive, nothing, write_tensors
 from megatron.config import Config
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
-from megatron.parallel.collectives import gather_objects
+from megatron.parallel.collectives import broadcast_object, gather_objects
 from megatron.parallel.topology import Topology
 
 METADATA_MAX_RANKS = 4096
@@ -68,6 +71,9 @@ METADATA_MAX_RANKS = 4096
 shards per rank, the file takes 5 MB, and writing it takes rank 0 a second.
 """
 _POLL_S = 0.1  # interval at which a rank that waits for a thread checks its progress
+
+Work = Callable[[Alive], Any]
+"""Part of a save that needs no communication. It calls its argument whenever more is written."""
 
 
 @dataclass(frozen=True)
@@ -86,32 +92,67 @@ class Saved:
     stall_s: float
 
 
+class _Task:
+    """What a rank does by itself for a save: in a thread, or when the result is asked for.
+
+    It does not communicate.
+    """
+
+    def __init__(self, work: Work | None, background: bool) -> None:
+        self._work = work
+        self._progress = 0
+        self.future: Future[Any] | None = None
+        if work is not None and background:
+            executor = ThreadPoolExecutor(1, "write-checkpoint")
+            self.future = executor.submit(work, self._count)
+            executor.shutdown(wait=False)
+
+    @property
+    def done(self) -> bool:
+        """Return whether there is nothing left to do, or it failed."""
+        return self._work is None or (self.future is not None and self.future.done())
+
+    def result(self, alive: Alive) -> Any:
+        """Return the result of the work, None if there is none, or raise its error."""
+        if self._work is None:
+            return None
+        if self.future is None:
+            return self._work(alive)
+        seen = self._progress
+        while wait([self.future], _POLL_S).not_done:
+            if self._progress != seen:
+                seen = self._progress
+                alive()
+        return self.future.result()
+
+    def _count(self) -> None:
+        self._progress += 1
+
+
 @dataclass
 class _Pending:
-    """This rank's part of a save between its start and its commit.
-
-    The calling thread or another one writes the shards.
+    """A save between its start and the end of its commit.
 
     folder      the checkpoint's final path
     iteration   completed iterations
-    rank        this process's rank in the job, which names its data file
+    background  whether threads write
     tensors     shards that this rank writes
     texts       small files that rank 0 writes, by name
     temporary   the folder being written; Path() until rank 0 has created it
-    future      result of the thread; None if the calling thread writes
-    progress    number of shards that the thread has written
+    tasks       the tasks of this rank, one after another, see `Saver._tasks`
+    task        the present one
     begun       time.perf_counter() at the start
-    stall_s     time spent in `Saver.start`, during which training waited
+    stall_s     time during which training waited so far
     """
 
     folder: Path
     iteration: int
-    rank: int
+    background: bool
     tensors: Tensors = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     temporary: Path = Path()
-    future: Future[Entries] | None = None
-    progress: int = 0
+    tasks: Generator[Work | None, Any, int] = field(init=False)
+    task: _Task = field(init=False)
     begun: float = field(default_factory=time.perf_counter)
     stall_s: float = 0.0
 
@@ -119,29 +160,9 @@ class _Pending:
     def what(self) -> str:
         return f"saving checkpoint {self.folder}"
 
-    def start(self) -> None:
-        """Start a thread that writes this rank's shards; the thread does not communicate."""
-        executor = ThreadPoolExecutor(1, "write-checkpoint")
-        self.future = executor.submit(self.write, self._count)
-        executor.shutdown(wait=False)
-
-    def write(self, alive: Alive) -> Entries:
-        """Write this rank's shards, and return their entries."""
-        return write_tensors(self.tensors, self.temporary, self.rank, alive)
-
-    def result(self, alive: Alive) -> Entries:
-        """Return the entries once all shards are written, or raise the error of a failed write."""
-        if self.future is None:
-            return self.write(alive)
-        seen = self.progress
-        while wait([self.future], _POLL_S).not_done:
-            if self.progress != seen:
-                seen = self.progress
-                alive()
-        return self.future.result()
-
-    def _count(self) -> None:
-        self.progress += 1
+    def take(self, work: Work | None) -> None:
+        """Begin the next task."""
+        self.task = _Task(work, self.background)
 
 
 class Saver:
@@ -184,12 +205,11 @@ class Saver:
 
     @property
     def written(self) -> bool:
-        """Return whether this rank's thread has finished its part of the pending save or failed.
+        """Return whether this rank's thread has ended its present task for the pending save.
 
-        There is no communication.
+        There is no communication. Once it has on every rank, `advance` does not wait.
         """
-        future = None if self._pending is None else self._pending.future
-        return future is not None and future.done()
+        return self._pending is not None and self._pending.task.done
 
     def prepare(self, engine: Engine) -> str:
         """Allocate and pin the host memory for saves in the background.
@@ -199,8 +219,16 @@ class Saver:
         the memory.
         """
         with errors_on_all_ranks(self._topology, "getting host memory for --async-save"):
-            self._snapshot.reserve(tensors_to_save(engine, self._topology, self._optimizer))
+            tensors = tensors_to_save(engine, self._topology, self._optimizer)
+            self._snapshot.reserve(tensors)
+            if device_of(tensors) is None:
+                self._snapshot.take(tensors)  # the first use of memory that is not pinned is slow
         return self._snapshot.note
+
+    @functools.cached_property
+    def _settings(self) -> str:
+        """Text of config.json, which is the same in every save."""
+        return settings_text(self._config)
 
     def start(
         self,
@@ -217,7 +245,7 @@ class Saver:
         provenance   provenance of the run, serializable as JSON; rank 0's is written
         background   copy this rank's part of the state to host memory, and let a thread write the
                      copy. Returns None as soon as the copy is made: from then on the engine may
-                     change. `commit` completes the checkpoint
+                     change. `advance` or `commit` completes the checkpoint
 
         An earlier save that is still pending is committed first; if that fails, its error is raised
         and no new save is started.
@@ -225,11 +253,11 @@ class Saver:
         if self._pending is not None:
             self.commit()
         folder = self._directory / folder_name(iteration)
-        pending = _Pending(folder, iteration, self._topology.rank)
+        pending = _Pending(folder, iteration, background)
         try:
             with errors_on_all_ranks(self._topology, pending.what):
                 pending.texts = small_files(
-                    iteration, self._config, state, engine.scalars(), self._optimizer, provenance
+                    iteration, self._settings, state, engine.scalars(), self._optimizer, provenance
                 )
                 tensors = tensors_to_save(engine, self._topology, self._optimizer)
                 pending.tensors = self._snapshot.take(tensors) if background else tensors
@@ -240,29 +268,42 @@ class Saver:
         except CheckpointError:
             self._remove(pending)
             raise
+        pending.tasks = self._tasks(pending)
+        pending.take(next(pending.tasks))
         self._pending = pending
-        if background:
-            pending.start()
         pending.stall_s = time.perf_counter() - pending.begun
         return None if background else self.commit()
 
-    def commit(self) -> Saved:
-        """Complete the pending save; wait while any rank is still writing."""
+    def advance(self) -> Saved | None:
+        """Continue the pending save by the ranks' next task; return the checkpoint if it is complete.
+
+        Waits while any rank is still busy with the present task.
+        """
         pending = self._pending
         self._pending = None
-        assert pending is not None, "a save was started before it is committed"
+        assert pending is not None, "a save was started before it continues"
         at = time.perf_counter()
         try:
             with errors_on_all_ranks(self._topology, pending.what):
-                entries = pending.result(self._alive)
-            size = self._complete(pending, entries)
+                result = pending.task.result(self._alive)
+            pending.take(pending.tasks.send(result))
+        except StopIteration as end:
+            now = time.perf_counter()
+            elapsed_s = now - pending.begun
+            stall_s = pending.stall_s + now - at
+            return Saved(pending.folder, pending.iteration, end.value, elapsed_s, stall_s)
         except CheckpointError:
             self._remove(pending)
             raise
-        now = time.perf_counter()
-        elapsed_s = now - pending.begun
-        stall_s = pending.stall_s + now - at
-        return Saved(pending.folder, pending.iteration, size, elapsed_s, stall_s)
+        self._pending = pending
+        pending.stall_s += time.perf_counter() - at
+        return None
+
+    def commit(self) -> Saved:
+        """Complete the pending save; wait while any rank is still writing."""
+        while (saved := self.advance()) is None:
+            pass
+        return saved
 
     def finish(self) -> Saved | None:
         """Commit a pending save, if there is one, and wait until old checkpoints are deleted."""
@@ -271,53 +312,59 @@ class Saver:
             self._alive()
         return saved
 
-    def _complete(self, pending: _Pending, entries: Entries) -> int:
-        """Collect the shards of all ranks, write the lists and commit the folder.
+    def _tasks(self, pending: _Pending) -> Generator[Work | None, Any, int]:
+        """Yield what this rank does by itself, get the result, and exchange it with other ranks.
 
-        Return the checkpoint's size in bytes.
+        Return the checkpoint's size in bytes. The ranks write their shards, the first rank of each
+        data-parallel group the group's list, and rank 0 the rest. None: others have something to do.
         """
         topology = self._topology
         with_metadata = topology.world.size <= METADATA_MAX_RANKS
+        folder = pending.temporary
+        entries = yield partial(write_tensors, pending.tensors, folder, topology.rank)
         stored = merged(gather_objects(entries, topology.data, everywhere=False))
-        group: _GroupShards | None = None
-        with errors_on_all_ranks(topology, pending.what):
-            if topology.data.is_first:
-                group = write_shard_list(
-                    pending.temporary, topology.model.rank, stored, with_metadata
-                )
-                self._alive()
+
+        def write_list(alive: Alive) -> _GroupShards:
+            return write_shard_list(folder, topology.model.rank, stored, with_metadata)
+
+        group = yield write_list if topology.data.is_first else None
         groups = (
             gather_objects(group, topology.model, everywhere=False) if group is not None else []
         )
 
-        def complete() -> int:
-            settings = self._config.checkpoint
-            try:
-                generation = next_generation(self._directory, settings.load)
-                size = write_small_files(
-                    pending.temporary, groups, pending.texts, with_metadata, generation
-                )
-                commit_folder(pending.temporary, pending.folder, pending.iteration, generation)
-            except Exception as error:
-                raise CheckpointError(f"{pending.what} failed: {describe(error)}") from error
-            tag = settings.load_tag
-            keep = set() if tag is None else {iteration_of(Path(tagged_name(tag)))}
-            # The checkpoint is complete: old ones that cannot be removed now are removed after the
-            # next save.
-            with contextlib.suppress(OSError, CheckpointError):
-                good = generations(folders(self._directory))
-                old = to_remove(
-                    map(number_of, good),
-                    pending.iteration,
-                    settings.keep_last,
-                    settings.keep_every,
-                    keep,
-                    set(map(number_of, overtaken(good))),
-                )
-                self._clean(retire(self._directory, old))
-            return size
+        def complete(alive: Alive) -> int:
+            return self._complete(pending, groups, with_metadata)
 
-        return decided_by_first(topology, complete)
+        size: int = yield complete if topology.world.is_first else None
+        return broadcast_object(size, topology.world)
+
+    def _complete(self, pending: _Pending, groups: list[_GroupShards], with_metadata: bool) -> int:
+        """Write the other small files, commit the folder and remove old checkpoints.
+
+        Return the checkpoint's size in bytes.
+        """
+        settings = self._config.checkpoint
+        generation = next_generation(self._directory, settings.load)
+        size = write_small_files(
+            pending.temporary, groups, pending.texts, with_metadata, generation
+        )
+        commit_folder(pending.temporary, pending.folder, pending.iteration, generation)
+        tag = settings.load_tag
+        keep = set() if tag is None else {iteration_of(Path(tagged_name(tag)))}
+        # The checkpoint is complete: old ones that cannot be removed now are removed after the next
+        # save.
+        with contextlib.suppress(OSError, CheckpointError):
+            good = generations(folders(self._directory))
+            old = to_remove(
+                map(number_of, good),
+                pending.iteration,
+                settings.keep_last,
+                settings.keep_every,
+                keep,
+                set(map(number_of, overtaken(good))),
+            )
+            self._clean(retire(self._directory, old))
+        return size
 
     def _clean(self, folders: list[Path]) -> None:
         """Delete folders in a thread, for which the process waits before it exits."""
@@ -336,9 +383,14 @@ is written.
 """
 
 
+def settings_text(config: Config) -> str:
+    """Return the text of config.json. Raises CheckpointError for a value JSON cannot represent."""
+    return to_json(plain(config), "the configuration")
+
+
 def small_files(
     iteration: int,
-    config: Config,
+    settings: str,
     state: Mapping[str, object],
     scalars: Mapping[str, object],
     optimizer: bool,
@@ -346,7 +398,7 @@ def small_files(
 ) -> dict[str, str]:
     """Return the texts of the small files that are known when a save starts, by name.
 
-    Raises CheckpointError for a value that JSON cannot represent.
+    `settings` is the result of `settings_text`. Raises CheckpointError for a value that JSON cannot represent.
     """
     contents = {
         "format": FORMAT,
@@ -357,7 +409,7 @@ def small_files(
     }
     return {
         STATE: to_json(contents, "the state of the training loop"),
-        CONFIG: to_json(plain(config), "the configuration"),
+        CONFIG: settings,
         PROVENANCE: to_json(provenance or {}, "the provenance"),
     }
 

@@ -254,7 +254,7 @@ def two_runs_in_one_folder(root, training):
     first = training.saver(root)
     second = training.saver(root, keep_last=1)
     first.start(3, training.engine, {"run": "first"}, {}, background=True)
-    wait([first._pending.future])
+    wait([first._pending.task.future])
     assert first.written
     training.step()
     expected = toy.state_by_place(training.engine)

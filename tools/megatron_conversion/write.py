@@ -14,7 +14,12 @@ import torch
 
 from megatron.checkpoint.find import next_generation
 from megatron.checkpoint.folder import commit_folder, folder_name, start_folder
-from megatron.checkpoint.save import small_files, write_shard_list, write_small_files
+from megatron.checkpoint.save import (
+    settings_text,
+    small_files,
+    write_shard_list,
+    write_small_files,
+)
 from megatron.checkpoint.shards import Entries, merged
 from megatron.checkpoint.shared_errors import decided_by_first, errors_on_all_ranks
 from megatron.checkpoint.writer import ShardWriter
@@ -69,7 +74,7 @@ def write_offline(
     """
     topology = topology or Topology.from_layout(Layout(), 0)
     folder = Path(directory).absolute() / folder_name(iteration)
-    files = small_files(iteration, config, state, scalars, optimizer, provenance)
+    files = small_files(iteration, settings_text(config), state, scalars, optimizer, provenance)
     temporary = decided_by_first(topology, lambda: start_folder(folder))
     try:
         with errors_on_all_ranks(topology, f"writing checkpoint {folder}"):

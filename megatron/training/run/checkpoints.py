@@ -156,9 +156,9 @@ class Saves:
             self._trigger = None
 
     def commit_written(self, agreed: Mapping[str, int]) -> None:
-        """Complete a save in the background if every rank has written its part."""
+        """Continue a save in the background if every rank has ended its task for it."""
         if not agreed.get(_WRITING, True):
-            self._complete(self.saver.commit)
+            self._complete(self.saver.advance)
 
     def settle(self) -> None:
         """Wait for and complete a save in the background, if any."""
@@ -202,12 +202,12 @@ class Saves:
         try:
             saved = complete()
         except CheckpointError as error:
+            self._started = None
             self._failed(iteration, error)
             return
-        finally:
+        if saved is not None:
             self._started = None
-        assert saved is not None, "a save was pending"
-        self._succeeded(saved, background=True)
+            self._succeeded(saved, background=True)
 
     def _succeeded(self, saved: Saved, background: bool) -> None:
         say = self.reporter.say

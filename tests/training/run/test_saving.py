@@ -38,6 +38,9 @@ class FakeSaver:
         self._do("commit", self.iteration)
         return self._saved()
 
+    def advance(self):
+        return self.commit()
+
     def finish(self):
         return self.commit() if self.pending else None
 
