@@ -177,13 +177,14 @@ class LocalSaver:
         self._alive = alive
         self._last = keep  # the newest save that all ranks have
         self._pending: _PendingLocal | None = None
-        self._entries: tuple[Entries, str] | None = None
         self.note = ""
         """Why a rank's memory could not be pinned; "" if it was or need not be."""
-        tensors = tensors_to_save(engine, topology, True)
+        # Views, which stay valid: listing them at each save would cost as much as a small copy.
+        self._tensors = tensors = tensors_to_save(engine, topology, True)
         self._device = device_of(tensors)
+        self._stored = json.dumps(_entries(tensors), separators=(",", ":"))
         data = pages(snapshot_bytes(tensors))
-        header = pages(2 * len(self._stored(tensors)) + _STATE_BYTES)
+        header = pages(2 * len(self._stored) + _STATE_BYTES)
         elements = sum(view.numel() for _, _, view, _ in placed(tensors))
         number = max((key.number for key in _keys(memory)), default=0)
         mine = torch.tensor([[data, header, elements, number]])
@@ -250,22 +251,19 @@ class LocalSaver:
             buffer = pending.copy.memory.tensor
             pending.receive = post(b"receive", buffer, self._ring, self._from)
         sys.audit(_EVENT, "copying")
-        tensors = tensors_to_save(self._engine, topology, True)
-        stored = self._stored(tensors)
-        size = snapshot_bytes(tensors)
-        assert size <= self.copied, "the shards of a rank keep their sizes"
-        copy_into(pending.own.memory.tensor, tensors)
+        self._engine.fragments()  # nothing changes the state from now on
+        copy_into(pending.own.memory.tensor, self._tensors)
         sys.audit(_EVENT, "copied")
         content = {
             "key": key,
             "rank": topology.rank,
             "world": topology.world.size,
             "elements": self._elements,
-            "size_bytes": size,
+            "size_bytes": snapshot_bytes(self._tensors),
             "state": state,
             "engine": self._engine.scalars(),
         }
-        _in_thread(pending.hashed, partial(_complete, pending.own, content, about, stored))
+        _in_thread(pending.hashed, partial(_complete, pending.own, content, about, self._stored))
         self._pending = pending
 
     def advance(self) -> None:
@@ -349,18 +347,6 @@ class LocalSaver:
         while wait([future], _POLL_S).not_done:
             self._alive()
 
-    def _stored(self, tensors: Tensors) -> str:
-        """Return the entries of a copy of `tensors` as JSON; they seldom change."""
-        entries: dict[str, Stored] = {}
-        for name, offset, view, at in placed(tensors):
-            dtype = str(view.dtype).removeprefix("torch.")
-            shape = tensors[name].shape
-            entry = entries.setdefault(name, {"shape": shape, "dtype": dtype, "boxes": []})
-            entry["boxes"].append(Shard(offset, tuple(view.shape), "slot", at, view.nbytes, None))
-        if self._entries is None or self._entries[0] != entries:
-            self._entries = entries, json.dumps(entries, separators=(",", ":"))
-        return self._entries[1]
-
     def _fits(self, slot: MemorySlot) -> bool:
         return (slot.data_bytes, slot.header_bytes) == self._sizes.get(slot.role)
 
@@ -411,6 +397,17 @@ class LocalSaver:
                 fitting += [memory.add(role, *sizes) for _ in range(count - len(fitting))]
                 for slot in fitting if role == OWN else ():
                     self.note = slot.memory.pin(self._device, FLAG) or self.note
+
+
+def _entries(tensors: Tensors) -> Entries:
+    """Return the entries of the shards in a copy of `tensors`."""
+    entries: dict[str, Stored] = {}
+    for name, offset, view, at in placed(tensors):
+        dtype = str(view.dtype).removeprefix("torch.")
+        shape = tensors[name].shape
+        entry = entries.setdefault(name, {"shape": shape, "dtype": dtype, "boxes": []})
+        entry["boxes"].append(Shard(offset, tuple(view.shape), "slot", at, view.nbytes, None))
+    return entries
 
 
 def _keys(memory: MemoryFile) -> list[Key]:
