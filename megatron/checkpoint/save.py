@@ -323,17 +323,15 @@ class Saver:
         folder = pending.temporary
         entries = yield partial(write_tensors, pending.tensors, folder, topology.rank)
         stored = merged(gather_objects(entries, topology.data, everywhere=False))
-
-        def write_list(alive: Alive) -> _GroupShards:
-            return write_shard_list(folder, topology.model.rank, stored, with_metadata)
-
-        group = yield write_list if topology.data.is_first else None
-        groups = (
-            gather_objects(group, topology.model, everywhere=False) if group is not None else []
-        )
+        write_list = partial(write_shard_list, folder, topology.model.rank, stored, with_metadata)
+        groups: list[_GroupShards] = []
+        if topology.model.size > 1:
+            group = yield (lambda alive: write_list()) if topology.data.is_first else None
+            if topology.data.is_first:
+                groups = gather_objects(group, topology.model, everywhere=False)
 
         def complete(alive: Alive) -> int:
-            return self._complete(pending, groups, with_metadata)
+            return self._complete(pending, groups or [write_list()], with_metadata)
 
         size: int = yield complete if topology.world.is_first else None
         return broadcast_object(size, topology.world)
