@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import random
@@ -28,7 +29,7 @@ from typing import Any
 
 from benchmarks.faults import disk, history
 from benchmarks.faults.job import CONSTANT, FaultJob, JobOutcome, run_well, training
-from benchmarks.faults.month_report import compare, timeline
+from benchmarks.faults.month_report import compare, predicted_run, timeline
 from megatron.planner.faults import KINDS, fault_rates
 from tests.helpers.poison import flip_bit
 
@@ -37,7 +38,8 @@ SOURCE = "llama3"
 NODES = 1024  # of the run whose month is drawn
 RANKS = 4
 SPARES = 2
-SAVE_INTERVAL = 20
+SAVE_INTERVAL = 50
+LOCAL_INTERVAL = 5
 GAP = 100  # steps between two faults, on average
 SLOW_STEPS = 20
 SLOW_S = 0.05
@@ -95,8 +97,7 @@ def join(task: int, folder: str, checkpoints: str, faults: Sequence[Fault], fill
     node = f"virtual{task:02}"
     os.environ |= {"SLURMD_NODENAME": node, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     injection = _Injection(node, folder, checkpoints, {f.step: f for f in faults}, fills)
-    from megatron.training.run import setup
-
+    setup: Any = importlib.import_module("megatron.training.run.setup")
     plain = setup.train
 
     def train(run: Any) -> Any:
@@ -106,7 +107,7 @@ def join(task: int, folder: str, checkpoints: str, faults: Sequence[Fault], fill
         finally:
             injection.run = None
 
-    setup.train = train  # type: ignore[assignment]
+    setup.train = train
     sys.addaudithook(injection)
 
 
@@ -177,15 +178,45 @@ class _Injection:
         return Path(self.checkpoints, "filler")
 
     def _flip(self, fault: Fault) -> None:
-        """Flip a bit of a weight, or of the newest checkpoint, which is then needed."""
+        """Flip bits: of a weight, of this rank's memory file, or of the newest checkpoint on disk.
+
+        After the second this process ends, and after the third all processes of the job do, so that
+        what was damaged is needed.
+        """
         files = sorted(Path(self.checkpoints).glob("iter_" + "[0-9]" * 7 + "/*.distcp"))
-        if fault.number % 2 and files:
+        what = fault.number % 3
+        if what == 2 and files:
             content = bytearray(files[-1].read_bytes())
             content[len(content) // 2] ^= 1
             files[-1].write_bytes(content)
+            for supervisor in _siblings(os.getppid()):
+                os.kill(supervisor, signal.SIGKILL)
+            signal.pause()
+        if what == 1:
+            _damage_memory()
             os.kill(os.getpid(), signal.SIGKILL)
         self.run.engine.wait_for_weights()
         flip_bit(max(self.run.chunks.parameters(), key=lambda one: one.numel()))
+
+
+def _damage_memory() -> None:
+    """Flip a bit in every page of the memory in which this rank's local checkpoints are."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "megatron-state" in os.readlink(f"/proc/self/fd/{name}"):
+                for page in range(0, os.fstat(int(name)).st_size, 4096):
+                    (value,) = os.pread(int(name), 1, page + 1000)
+                    os.pwrite(int(name), bytes([value ^ 1]), page + 1000)
+
+
+def _siblings(process: int) -> list[int]:
+    """Return the IDs of a process and of all others with the same parent, that process last."""
+    parents = dict[int, str]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(folder.name)] = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+    others = [one for one in parents if parents[one] == parents[process] and one != process]
+    return [*others, process]
 
 
 def _close_connections() -> None:
@@ -224,6 +255,7 @@ def supervised() -> list[str]:
     flags = {
         "--max-restarts": 1000,
         "--spare-ranks": SPARES,
+        "--non-persistent-save-interval": LOCAL_INTERVAL,
         "--hang-timeout": HANG_TIMEOUT_S,
         "--distributed-timeout-minutes": OTHERS_LEAVE_S / 60,
     }
@@ -285,11 +317,10 @@ def campaign(
                 f"step {history.steps(metrics)[-1][0]}"
             )
         problems = check(folder, save, metrics, undisturbed, last, faults, starts)
-        report = timeline(metrics, folder / "marks", starts, SAVE_INTERVAL)
-    for line in [
-        *report.lines(),
-        *compare(report, RANKS, SPARES, SAVE_INTERVAL, (SLOW_STEPS, SLOW_S)),
-    ]:
+        report = timeline(metrics, folder / "marks", starts)
+    slow = SLOW_STEPS, SLOW_S
+    long_run = predicted_run(report, RANKS, SPARES, LOCAL_INTERVAL, SAVE_INTERVAL, slow)
+    for line in [*report.lines(), *compare(report, long_run)]:
         say(line)
     ways = history.records(metrics, "restart")
     notes = f"{100 * report.effective:.1f} % effective in {report.wall_s:.0f} s"

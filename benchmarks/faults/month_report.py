@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from benchmarks.faults.month import Start
 
 _MONTHS = 200
+SAVES = ("checkpoint", "local_checkpoint")
+"""Events of saves to disk and to memory."""
 
 
 @dataclass
@@ -37,10 +39,12 @@ class Timeline:
     detection  seconds from each fault of a kind to its detection
     restarts   seconds of each restart within the job, to its first step
     starts     seconds of each start, to its first step
-    saves      seconds of each stall by a save
+    saves      seconds of each stall by a save, to disk ("checkpoint") and "local_checkpoint"
+    delays     seconds from the begin of each such save until it counts
     ends       seconds from the last step to the end of each job that left by itself
     lost       number of steps that were repeated
     ways       how many ranks came back in-process, forked, as a spare, and by a new start
+    states     how many restarts loaded a state from memory, and from disk
     """
 
     wall_s: float
@@ -50,10 +54,12 @@ class Timeline:
     detection: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     restarts: list[float] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
-    saves: list[float] = field(default_factory=list)
+    saves: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    delays: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     ends: list[float] = field(default_factory=list)
     lost: int = 0
     ways: Counter[str] = field(default_factory=Counter)
+    states: Counter[str] = field(default_factory=Counter)
 
     @property
     def effective(self) -> float:
@@ -66,16 +72,19 @@ class Timeline:
             times = self.detection.get(kind)
             seen = f", detected after {fmean(times):.2f} s on average" if times else ""
             yield f"  {count:3} {kind}{seen}"
-        for name in ("restarts", "starts", "saves"):
-            times = getattr(self, name)
+        timed = {"restarts": self.restarts, "starts": self.starts} | {
+            f"stalls ({event})": times for event, times in self.saves.items()
+        }
+        for name, times in timed.items():
             if times:
                 yield (
                     f"{len(times)} {name}: {median(times):.2f} s in the median, {max(times):.2f} s at most"
                 )
+        yield "restarts loaded states from " + ", ".join(f"{k} {n}" for k, n in self.states.items())
         yield "ranks came back: " + ", ".join(f"{n} {way}" for way, n in self.ways.most_common())
 
 
-def timeline(metrics: Path, marks: Path, starts: Sequence[Start], save_interval: int) -> Timeline:
+def timeline(metrics: Path, marks: Path, starts: Sequence[Start]) -> Timeline:
     """Return where the time went.
 
     metrics  folder of the metrics file
@@ -91,7 +100,14 @@ def timeline(metrics: Path, marks: Path, starts: Sequence[Start], save_interval:
     ]
     found = Timeline(starts[-1].ended - starts[0].begun, median(durations))
     found.faults.update(fault["kind"] for fault in faults)
-    _Accounts(found, records, faults, again, starts, save_interval).settle()
+    for record in records:
+        if record["event"] in SAVES:
+            found.saves[record["event"]].append(record["stall_s"])
+            found.delays[record["event"]].append(record["elapsed_s"])
+    restarts = sum(record["event"] == "restart" for record in records)
+    local = sum(record["event"] == "local_checkpoint_loaded" for record in records)
+    found.states.update({"memory": local, "disk": restarts - local})
+    _Accounts(found, records, faults, again, starts).settle()
     return found
 
 
@@ -105,10 +121,8 @@ class _Accounts:
         faults: Sequence[Mapping[str, Any]],
         again: Sequence[float],
         starts: Sequence[Start],
-        save_interval: int,
     ) -> None:
         self.found = found
-        self.save_interval = save_interval
         # Faults that stop training at once, with their kinds.
         self.faults = sorted(
             [(f["time"], f["kind"]) for f in faults] + [(at, "device") for at in again]
@@ -125,6 +139,7 @@ class _Accounts:
         ]
         numbered += [(s.begun, "begin", {}, -1) for s in starts]
         numbered += [(s.ended, "end", {"codes": s.codes}, -1) for s in starts]
+        self.stalls = sorted((r["time"], r["stall_s"]) for r in records if r["event"] in SAVES)
         self.events = sorted(numbered, key=lambda event: event[0])
 
     def settle(self) -> None:
@@ -132,12 +147,12 @@ class _Accounts:
         previous = self.events[0]
         for event in self.events[1:]:
             at, kind, record, number = event
-            start, before, old, _ = previous
+            start, before, *_ = previous
             counts = number in self.counts
             if kind == "iteration":
                 found.lost += not counts
             if before == "iteration" and kind == "iteration":
-                self._step(at - start, old["iteration"], counts)
+                self._step(start, at, record["iteration"], counts)
             elif before in ("begin", "restart") and kind == "iteration":
                 step_s = min(found.step_s, at - start)
                 self._add("effective" if counts else "lost_steps", step_s)
@@ -176,19 +191,19 @@ class _Accounts:
         else:
             self.found.starts.append(seconds)
 
-    def _step(self, seconds: float, iteration: int, counts: bool) -> None:
-        more = max(seconds - self.found.step_s, 0.0)
+    def _step(self, start: float, at: float, iteration: int, counts: bool) -> None:
         if not counts:
-            self._add("lost_steps", seconds)
+            self._add("lost_steps", at - start)
             return
-        if iteration % self.save_interval == 0:
-            self._add("saves", more)
-            self.found.saves.append(more)
-        elif iteration + 1 in self.slow:
-            self._add("slow_ranks", more)
-        else:
-            more = 0.0
-        self._add("effective", seconds - more)
+        stalled = 0.0
+        while self.stalls and self.stalls[0][0] <= at:
+            time, seconds = self.stalls.pop(0)
+            stalled += seconds if time > start else 0.0
+        stalled = min(stalled, at - start)
+        self._add("saves", stalled)
+        slow = max(at - start - stalled - self.found.step_s, 0.0) if iteration in self.slow else 0.0
+        self._add("slow_ranks", slow)
+        self._add("effective", at - start - stalled - slow)
 
     def _fault_between(self, start: float, end: float) -> tuple[float, str] | None:
         return next((fault for fault in self.faults if start - 0.5 <= fault[0] <= end), None)
@@ -221,7 +236,12 @@ class _Accounts:
 
 
 def predicted_run(
-    found: Timeline, ranks: int, spares: int, save_interval: int, slow: tuple[int, float]
+    found: Timeline,
+    ranks: int,
+    spares: int,
+    local_steps: int,
+    disk_steps: int,
+    slow: tuple[int, float],
 ) -> LongRun:
     """Return the run that the model has to predict: measured times, and the faults that occurred.
 
@@ -242,10 +262,12 @@ def predicted_run(
         days=days,
         spare_nodes=spares,
         step_s=found.step_s,
-        local_steps=0,
-        disk_steps=save_interval,
-        disk_stall_s=mean(found.saves),
-        disk_lag_s=mean(found.ends) / 2,
+        local_steps=local_steps,
+        local_stall_s=mean(found.saves["local_checkpoint"]),
+        local_lag_s=mean(found.delays["local_checkpoint"]),
+        disk_steps=disk_steps,
+        disk_stall_s=mean(found.saves["checkpoint"]),
+        disk_lag_s=mean(found.delays["checkpoint"]),
         detection_s={kind: mean(times) for kind, times in found.detection.items()}
         | {"slow": slow_s},
         slowdown=1 + more_s / found.step_s,
@@ -255,11 +277,8 @@ def predicted_run(
     )
 
 
-def compare(
-    found: Timeline, ranks: int, spares: int, save_interval: int, slow: tuple[int, float]
-) -> list[str]:
+def compare(found: Timeline, run: LongRun) -> list[str]:
     """Return lines with the measured shares beside the model's, with those of 90 of 100 months."""
-    run = predicted_run(found, ranks, spares, save_interval, slow)
     closed = effective_time(run)
     months = simulate_months(run, _MONTHS)
     lines = [

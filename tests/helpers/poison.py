@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ from tests.helpers.fault_points import on
 
 def poisoned(poison: dict[str, Any]) -> None:
     """Make `train` in this process inject the fault that `poison` describes."""
-    from megatron.training.run import setup
-
+    setup: Any = importlib.import_module("megatron.training.run.setup")
     plain = setup.train
 
     def train(run: Any) -> Any:
@@ -24,7 +24,7 @@ def poisoned(poison: dict[str, Any]) -> None:
             install(run, poison)
         return plain(run)
 
-    setup.train = train  # type: ignore[assignment]
+    setup.train = train
 
 
 def install(run: Any, poison: dict[str, Any]) -> None:
@@ -73,8 +73,8 @@ def flip_bit(p: torch.Tensor) -> None:
 def flipped(name: str, step: int) -> None:
     """Make `train` flip a bit of this process's copy of parameter `name` after step `step`."""
     from megatron.parallel.sharding import sharding_of
-    from megatron.training.run import setup
 
+    setup: Any = importlib.import_module("megatron.training.run.setup")
     plain = setup.train
 
     def train(run: Any) -> Any:
@@ -85,4 +85,4 @@ def flipped(name: str, step: int) -> None:
         on("megatron.run.step", flip, step)
         return plain(run)
 
-    setup.train = train  # type: ignore[assignment]
+    setup.train = train
