@@ -79,7 +79,9 @@ class Membership:
     """The training process's end of the connection; used by its main thread.
 
     memory      descriptor of memory that outlives this process (checkpoint/local.py)
-    abort       called, in another thread, when this process has to leave its groups
+    abort       called, in another thread, when this process has to leave its groups. At the start of
+                each generation it ends the process, because calls of gloo that connect groups cannot
+                be interrupted: set it when the groups are connected
     groups      groups of torch.distributed that this process has left
     cause       the last fault
     generation  the current generation, after `next`
@@ -94,6 +96,7 @@ class Membership:
         self.abort: Callable[[], object] = lambda: None
         self.groups: Sequence[object] = ()
         self.cause = ""
+        self._ends = False
         self._left = -1  # the number of the last generation
         self._connection = connection
         self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -102,12 +105,20 @@ class Membership:
     def _listen(self) -> None:
         while data := self._connection.recv(MESSAGE_BYTES):
             message = json.loads(data)
+            if message["kind"] == START:
+                self.abort = self._abandon
             self._commands.put(message)
             if message["kind"] in (RESTART, END):
                 self.cause = message["cause"]
+                self._ends = message["kind"] == END
                 sys.audit("megatron.parallel.leaving_groups", self.cause)
                 self.abort()
         os._exit(_EXIT_LOST)  # the supervisor is gone, and the kernel ends this process, too
+
+    def _abandon(self) -> None:
+        """End this process, whose supervisor forks another; if the job ends, its ranks say why."""
+        if not self._ends:
+            os._exit(_EXIT_LOST)
 
     def _send(self, kind: str, **values: Any) -> None:
         self._connection.send(json.dumps({"kind": kind, **values}).encode())
@@ -158,7 +169,8 @@ class Membership:
 
         Call this when this process has left all groups of the one before.
         """
-        self.abort = lambda: None  # it refers to the groups
+        if self._left >= 0:  # the first START may have arrived
+            self.abort = lambda: None  # it refers to the groups
         gc.collect()  # the parts of a run refer to each other, and hold device memory and groups
         groups = [[group] for group in self.groups]
         self.groups = ()
