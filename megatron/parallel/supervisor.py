@@ -188,6 +188,7 @@ class Supervisor:
     on_end   called by one supervisor when the job ends by a fault, with whether the job has saved
              a checkpoint
     say      prints a line
+    clock, sleep  functions that measure, and spend, time
     """
 
     launch: Launch
@@ -196,6 +197,8 @@ class Supervisor:
     work: Callable[[Membership], int]
     on_end: Callable[[bool], object] = lambda saved: None
     say: Callable[[str], object] = lambda line: print(line, file=sys.stderr, flush=True)
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
     _signal: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -373,8 +376,8 @@ class Supervisor:
     def _tick(self) -> int | None:
         """Handle what has happened; return the exit code if the job has ended for this task."""
         self._listen()
-        if self._is_beating and time.monotonic() - self._beat_at >= _BEAT_S:
-            self._beat_at = time.monotonic()
+        if self._is_beating and self.clock() - self._beat_at >= _BEAT_S:
+            self._beat_at = self.clock()
             self._count(f"beat/{self.launch.task}", 1)
             if self._rank is None and not self._saved:
                 # A spare may be the last one left, without the store, and decide on a requeue.
@@ -388,7 +391,7 @@ class Supervisor:
     def _listen(self) -> None:
         """Receive the training process's messages, or wait for a tick."""
         if self._child is None or self._child.code is not None:
-            time.sleep(min(_TICK_S, self.store.pause_s))
+            self.sleep(min(_TICK_S, self.store.pause_s))
             return
         for message in self._child.messages(_TICK_S):
             kind = message["kind"]
@@ -405,7 +408,7 @@ class Supervisor:
             elif kind == LOST and self._symptom is None:
                 # Another supervisor may know more: its process has died.
                 patience = 0.0 if message["ranks"] or message["compared"] else _PATIENCE_S
-                self._symptom = (time.monotonic() + patience, message)
+                self._symptom = (self.clock() + patience, message)
 
     def _watch(self) -> int | None:
         """Look for faults and for the end of the job."""
@@ -419,7 +422,7 @@ class Supervisor:
                 self._report_death(child)
         if self._failure is None and self._symptom is not None:
             at, message = self._symptom
-            if time.monotonic() >= at:
+            if self.clock() >= at:
                 cause = f"rank {self._shown} ({self.launch.node}): {message['symptom']}"
                 self._fail(cause, **{name: message[name] for name in _OF_SYMPTOM})
         if self._failure is None:
@@ -478,7 +481,7 @@ class Supervisor:
         self._failure = self._get(self._key("failure"))
         if self._failure is None:
             return
-        self._failed_at = time.monotonic()
+        self._failed_at = self.clock()
         sys.audit("megatron.parallel.fault", self._generation, self._failure["cause"])
         kind = END if self._failure["final"] else RESTART
         if self._child is not None and not self._child.ended():
@@ -489,7 +492,7 @@ class Supervisor:
 
     def _look_for_silent_nodes(self) -> None:
         """Report nodes that have given no sign of life for _SILENT_S."""
-        now = time.monotonic()
+        now = self.clock()
         if now - self._beats_at < _BEAT_S or self.launch.world_size == 1:
             return
         if self._count(self._key("done")):
@@ -526,11 +529,11 @@ class Supervisor:
     def _depart(self) -> None:
         """Note that this supervisor ends; the one that serves the store waits for the others."""
         expected = self.launch.world_size - len(self._lost)
-        deadline = time.monotonic() + _LINGER_S
+        deadline = self.clock() + _LINGER_S
         with contextlib.suppress(_StoreLostError):
             departed = self._count("departed", 1)
-            while self.leads and departed < expected and time.monotonic() < deadline:
-                time.sleep(_TICK_S)
+            while self.leads and departed < expected and self.clock() < deadline:
+                self.sleep(_TICK_S)
                 departed = self._count("departed")
 
     # -- after a fault -----------------------------------------------------------------------------
@@ -541,7 +544,7 @@ class Supervisor:
         assert failure is not None, "a fault has been reported"
         child = self._child
         number = self._generation + 1
-        waited_s = time.monotonic() - self._failed_at
+        waited_s = self.clock() - self._failed_at
         if failure["final"]:
             return self._finish(failure["cause"])
         if not self._alive:
@@ -646,7 +649,7 @@ class Supervisor:
             {
                 "size": size,
                 "cause": f"{cause}{gone}",
-                "outage_s": time.monotonic() - self._failed_at,
+                "outage_s": self.clock() - self._failed_at,
                 "restarts": dict(self._used),
                 "spares": max(len(good) - size, 0),
                 "compared": self._failure["compared"],
@@ -692,8 +695,8 @@ class Supervisor:
         code = EXIT_LOST
         if child is not None:
             child.send({"kind": END, "cause": cause})
-            deadline = time.monotonic() + self.limits.leaving_s + 4 * ANSWER_S
-            while not child.ended() and time.monotonic() < deadline:
+            deadline = self.clock() + self.limits.leaving_s + 4 * ANSWER_S
+            while not child.ended() and self.clock() < deadline:
                 self._listen()
             if not child.ended():
                 child.kill()
@@ -713,15 +716,15 @@ class Supervisor:
         cause = f"the store of the job is lost ({reason})"
         if child is not None and not child.ended():
             child.send({"kind": END, "cause": cause})
-            deadline = time.monotonic() + self.limits.leaving_s + 4 * ANSWER_S
-            while not child.ended() and time.monotonic() < deadline:
-                time.sleep(_TICK_S)
+            deadline = self.clock() + self.limits.leaving_s + 4 * ANSWER_S
+            while not child.ended() and self.clock() < deadline:
+                self.sleep(_TICK_S)
         if child is not None and child.code == 0:
             return 0
         if self.launch.local_rank == 0:
             # The first node left requeues the job, whose end stops the others before their turn.
             node = self.launch.task // max(self.launch.local_world_size, 1)
-            time.sleep(min(node, 60))
+            self.sleep(min(node, 60))
             self.say(f" the job ends: {cause}")
             self.on_end(self._saved)
         return EXIT_LOST
