@@ -343,7 +343,18 @@ def check(
     steps = history.steps(metrics)
     if steps[-1][0] != last:
         problems.append(f"it ended at step {steps[-1][0]} of {last}")
-    if different := history.differing(steps, dict(history.steps(undisturbed))):
+    # Steps between the corruption of a weight and its detection differ: they are repeated.
+    tainted = {
+        step
+        for fault in faults
+        if fault.kind == "corruption"
+        for step in range(fault.step, fault.step + SAVE_INTERVAL + 1)
+    }
+    last_of = {iteration: n for n, (iteration, _) in enumerate(steps)}
+    valid = [
+        step for n, step in enumerate(steps) if step[0] not in tainted or n == last_of[step[0]]
+    ]
+    if different := history.differing(valid, dict(history.steps(undisturbed))):
         problems.append(f"losses of steps {different[:8]} are not those of the undisturbed run")
     if {iteration for iteration, _ in steps} != set(range(1, last + 1)):
         problems.append("steps are missing")
@@ -354,7 +365,7 @@ def check(
     occurred = len(list((folder / "marks").glob("fault_???")))
     if occurred != len(faults):
         problems.append(f"{occurred} of {len(faults)} faults occurred")
-    unexpected = {code for start in starts for code in start.codes} - {0, EXIT_LOST, -9}
+    unexpected = {code for start in starts for code in start.codes} - {0, EXIT_LOST, -9, 128 + 9}
     if unexpected:
         problems.append(f"exit codes {sorted(unexpected)}")
     return problems

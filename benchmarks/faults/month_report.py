@@ -49,7 +49,7 @@ class Timeline:
 
     wall_s: float
     step_s: float
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     faults: Counter[str] = field(default_factory=Counter)
     detection: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     restarts: list[float] = field(default_factory=list)
