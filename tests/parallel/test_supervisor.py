@@ -1,0 +1,383 @@
+"""Supervisors of restarts within the job, driven by hand, with small forked processes."""
+
+import json
+import os
+import signal
+import sys
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.parallel import supervisor as module
+from megatron.parallel.launch import Launch
+from megatron.parallel.membership import Generation
+from megatron.parallel.supervisor import EXIT_LOST, RestartLimits, Supervisor, Task, places
+from tests.helpers.clock import VirtualClock
+
+# -- places ----------------------------------------------------------------------------------------
+
+
+@st.composite
+def survivors(draw):
+    """Draw nodes of `per` ranks and spare nodes, of which some tasks are lost."""
+    per = draw(st.integers(1, 4))
+    nodes = draw(st.integers(1, 4))
+    spares = draw(st.integers(0, 3))
+    lost = draw(st.sets(st.integers(0, (nodes + spares) * per - 1)))
+    size = nodes * per
+    tasks = [
+        Task(number, f"n{number // per}", number if number < size else None, True)
+        for number in range((nodes + spares) * per)
+        if number not in lost
+    ]
+    return per, size, tasks
+
+
+@given(survivors())
+def test_every_rank_has_one_task_and_survivors_keep_theirs(case):
+    _, size, tasks = case
+    size = min(size, len(tasks))
+    of_task = places(tasks, size)
+    assert sorted(of_task.values()) == list(range(size))
+    assert of_task.keys() <= {task.number for task in tasks}
+    if size == case[1]:
+        for task in tasks:
+            assert task.rank is None or of_task[task.number] == task.rank
+    else:  # nobody has moved past another
+        kept = [task for task in tasks if task.number in of_task and task.rank is not None]
+        kept.sort(key=lambda task: task.rank)
+        assert sorted(kept, key=lambda task: of_task[task.number]) == kept
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.data())
+def test_the_ranks_of_a_lost_node_go_to_one_node(per, nodes, data):
+    """One spare is missing on some nodes, which are used last."""
+    lost = data.draw(st.integers(0, nodes - 1))
+    size = nodes * per
+    active = [Task(n, f"n{n // per}", n, True) for n in range(size) if n // per != lost]
+    spares = [Task(size + n, f"s{n // per}", None, True) for n in range(2 * per)]
+    if per > 1:
+        del spares[data.draw(st.integers(0, per - 1))]
+    of_task = places([*active, *spares], size)
+    new = [task for task in spares if task.number in of_task]
+    assert len({task.node for task in new}) == 1
+    assert {of_task[task.number] for task in new} == {n for n in range(size) if n // per == lost}
+
+
+def test_complete_nodes_remain_when_the_job_shrinks():
+    tasks = [Task(n, f"n{n // 2}", n, True) for n in (0, 2, 3, 4, 5)]
+    assert places(tasks, 4) == {2: 0, 3: 1, 4: 2, 5: 3}
+
+
+def test_a_generation_survives_its_message():
+    launch = Launch(3, 1, 4, 2, "host", 99, "slurm", "n1", "7", True, 2, ("a note",), "secret")
+    generation = Generation(2, launch, "a cause", 1.5, {"forked": 2}, 1, True)
+    message = json.loads(json.dumps(generation.to_message()))
+    assert Generation.from_message(message) == generation
+
+
+# -- supervisors -----------------------------------------------------------------------------------
+
+
+def trains(last, *, progresses=True, leaves=True, code=0):
+    """Return work that ends with `code` in generation `last`, and waits for a fault in others."""
+
+    def work(membership):
+        while (generation := membership.next()) is not None:
+            left = threading.Event()
+            membership.abort = left.set
+            if progresses:
+                membership.reached(generation.number + 1)
+            membership.saved()
+            if generation.number == last:
+                return code
+            left.wait()
+            if not leaves:
+                signal.pause()
+            if not membership.lost("a peer is lost"):
+                return EXIT_LOST
+        return EXIT_LOST
+
+    return work
+
+
+class Job:
+    """Supervisors of several tasks in this process, with a store in memory and virtual time."""
+
+    def __init__(self, work, n=2, nodes=None, **limits):
+        self.clock = VirtualClock()
+        self.said = []
+        self.ends = []
+        self.codes = {}
+        limits.setdefault("restarts", 5)
+        store = dist.HashStore()
+        self.tasks = []
+        for number in range(n):
+            launch = Launch(
+                number,
+                0 if nodes else number,
+                n,
+                1 if nodes else n,
+                node=f"n{number}" if nodes else "n0",
+                job="test",
+            )
+            one = Supervisor(
+                launch,
+                timedelta(seconds=60),
+                RestartLimits(**limits),
+                work[number] if isinstance(work, list) else work,
+                self.ends.append,
+                self.said.append,
+                self.clock,
+                self.clock.sleep,
+            )
+            one.store.store = store
+            self.tasks.append(one)
+
+    def __enter__(self):
+        for task in self.tasks:
+            task._begin()
+        return self
+
+    def __exit__(self, *_):
+        for task in self.tasks:
+            if task._child is not None:
+                task._child.kill()
+
+    def until(self, condition, without=()):
+        """Let all tasks but some work until a condition holds; the leader comes last.
+
+        A leader that ends waits for the others, which cannot go on in that time.
+        """
+        while not condition():
+            for number in reversed(range(len(self.tasks))):
+                if number in self.codes or number in without:
+                    continue
+                code = self.tasks[number]._tick()
+                if code is not None:
+                    self.codes[number] = code
+
+    def end(self, without=()):
+        """Let the tasks work until each has ended; return their exit codes in order."""
+        self.until(lambda: len(self.codes) == len(self.tasks) - len(without), without)
+        return [self.codes.get(number) for number in range(len(self.tasks))]
+
+    def reach(self, generation, without=()):
+        """Let the tasks work until all ranks of a generation have completed a step."""
+
+        def reached():
+            taking_part = [
+                task
+                for number, task in enumerate(self.tasks)
+                if number not in without and task._rank is not None
+            ]
+            return all(
+                task._generation == generation and task._reached == generation + 1
+                for task in taking_part
+            )
+
+        self.until(reached, without)
+
+    def pid(self, number):
+        return self.tasks[number]._child.pid
+
+    def kill(self, number, sent=signal.SIGKILL):
+        os.kill(self.pid(number), sent)
+
+    @property
+    def decision(self):
+        """The leader's last decision."""
+        return self.tasks[0]._get(f"generation/{self.tasks[0]._generation}")
+
+
+def test_a_process_that_dies_is_forked_anew_and_the_others_continue():
+    with Job(trains(2), n=3) as job:
+        for generation, victim in enumerate((1, 0)):
+            job.reach(generation)
+            before = [job.pid(number) for number in range(3)]
+            job.kill(victim)
+            job.until(lambda g=generation: all(task._generation > g for task in job.tasks))
+            after = [job.pid(number) for number in range(3)]
+            assert [a != b for a, b in zip(after, before, strict=True)] == [
+                number == victim for number in range(3)
+            ]
+        assert f"rank 0 (n0, process {before[0]}) ended with signal 9" in job.decision["cause"]
+        assert job.decision["restarts"] == {"forked": 2, "in-process": 4}
+        assert job.end() == [0, 0, 0]
+        assert job.said == job.ends == []
+
+
+def test_the_number_of_restarts_is_limited():
+    with Job(trains(9), restarts=1) as job:
+        job.reach(0)
+        job.kill(1)
+        job.reach(1)
+        job.kill(1)
+        codes = job.end()
+        assert codes == [EXIT_LOST, 128 + signal.SIGKILL]
+        assert "all 1 restarts of --max-restarts are used" in job.said[0]
+        assert job.ends == [True]  # it has saved: it may be requeued
+
+
+def test_restarts_without_progress_end_the_job():
+    with Job(trains(9, progresses=False), restarts=100) as job:
+        for generation in range(9):
+            job.until(
+                lambda g=generation: (
+                    job.codes or all(t._generation == g and t._child.left < g for t in job.tasks)
+                )
+            )
+            if job.codes:
+                break
+            job.kill(1)
+            job.until(lambda g=generation: job.codes or all(t._generation > g for t in job.tasks))
+        assert job.end()[0] == EXIT_LOST
+        assert "no step was completed" in job.said[0]
+        assert generation == 3
+
+
+@pytest.mark.parametrize("code", [2, 130])
+def test_an_error_of_the_user_ends_all(code):
+    with Job([trains(9), trains(0, code=code)]) as job:
+        assert job.end() == [EXIT_LOST, code]
+        assert f"exit code {code}" in job.said[0]
+
+
+def test_a_process_that_does_not_leave_is_replaced():
+    with Job([trains(1, leaves=False), trains(1)]) as job:
+        job.reach(0)
+        stuck = job.pid(0)
+        job.kill(1)
+        job.until(lambda: all(task._failure is not None for task in job.tasks))
+        job.clock.advance(RestartLimits(0).leaving_s + 1)
+        assert job.end() == [0, 0]
+        assert job.pid(0) != stuck
+        assert job.decision["restarts"] == {"forked": 2}
+
+
+def test_a_process_that_is_connecting_its_groups_is_replaced_at_once():
+    def connects(membership):
+        generation = membership.next()
+        membership.reached(generation.number + 1)
+        if generation.number == 1:
+            return 0
+        signal.pause()  # like a call of gloo
+        return 1
+
+    with Job([connects, trains(1)]) as job:
+        job.reach(0)
+        started = job.clock.now
+        job.kill(1)
+        job.until(lambda: job.tasks[0]._generation == 1)
+        assert job.decision["restarts"] == {"forked": 2}
+        assert job.clock.now - started < 1.0
+        assert job.end() == [0, 0]
+
+
+def test_a_spare_takes_the_place_of_a_lost_node():
+    """Task 1 does nothing any more: no supervisor tells the others what became of it."""
+    with Job(trains(1), n=4, nodes=True, spares=2) as job:
+        job.reach(0)
+        assert [task._child is None for task in job.tasks] == [False, False, True, True]
+
+        def replaced():
+            job.clock.advance(1.0)
+            return job.tasks[0]._generation == 1
+
+        job.until(replaced, without=[1])
+        decision = job.decision
+        assert "task 1 has given no sign of life" in decision["cause"]
+        assert "task 1 left the job" in decision["cause"]
+        assert decision["restarts"] == {"in-process": 1, "spare": 1}
+        assert job.end(without=[1]) == [0, None, 0, 0]
+        assert [task._shown for task in job.tasks[2:]].count(1) == 1
+
+
+@pytest.mark.parametrize("size", [2, 0])
+def test_without_spares_the_job_shrinks_or_ends(size):
+    asked = []
+
+    def smaller(available):
+        asked.append(available)
+        return size
+
+    with Job(trains(1), n=3, nodes=True, smaller=smaller) as job:
+        job.reach(0)
+        job.tasks[0]._fail("rank 1 is lost")
+
+        def decided():
+            job.clock.advance(1.0)
+            return job.tasks[0]._generation == 1 or 0 in job.codes
+
+        job.until(decided, without=[1])
+        codes = job.end(without=[1])
+        assert asked == [2]
+        if size:
+            assert codes == [0, None, 0]
+            assert [task._shown for task in job.tasks] == [0, 1, 1]
+        else:
+            assert codes == [EXIT_LOST, None, EXIT_LOST]
+            assert "2 processes are left, too few" in job.said[0]
+
+
+class _Lost:
+    """A store whose host is lost."""
+
+    def __getattr__(self, name):
+        raise RuntimeError("connection reset by peer")
+
+
+def test_without_its_store_the_job_ends_and_one_supervisor_of_the_node_says_so():
+    with Job(trains(9)) as job:
+        job.reach(0)
+        for task in job.tasks:
+            task.store.store = _Lost()
+            with pytest.raises(module._StoreLostError) as error:
+                task._tick()
+            assert task._without_store(str(error.value)) == EXIT_LOST
+        assert job.ends == [True]
+        assert "connection reset by peer" in job.said[0]
+
+
+EXECUTED = """
+import threading
+from megatron.parallel.membership import started_by_supervisor
+membership = started_by_supervisor()
+while (generation := membership.next()).number < 1:
+    left = threading.Event()
+    membership.abort = left.set
+    membership.reached(generation.number + 1)
+    left.wait()
+    membership.lost("a peer is lost")
+"""
+
+
+def test_processes_are_executed_if_a_device_is_open(monkeypatch):
+    monkeypatch.setattr(module, "device_is_open", lambda: True)
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-c", EXECUTED])
+    with Job(trains(9)) as job:
+        job.reach(0)
+        job.kill(1)
+        assert job.end() == [0, 0]
+        assert job.tasks[0]._generation == 1
+
+
+def test_signals_are_forwarded():
+    """The process that the launcher started gets the signal, and the one that trains acts on it."""
+
+    def work(membership):
+        received = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: received.set())
+        membership.next()
+        os.kill(os.getppid(), signal.SIGTERM)
+        received.wait()
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    supervisor = Supervisor(Launch(), timedelta(seconds=60), RestartLimits(1), work)
+    assert supervisor.run() == 0
+    assert signal.getsignal(signal.SIGTERM) == before
