@@ -92,7 +92,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="replicas without which the job goes on when there is no spare (--min-ranks)",
     )
     run.add_argument(
-        "--parameters", type=real(1e15), default=175e9, metavar="P", help="of the model (default 175e9)"
+        "--parameters",
+        type=real(1e15),
+        default=175e9,
+        metavar="P",
+        help="of the model (default 175e9)",
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument(

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.faults import history
 from tests.helpers.processes import run_processes
-from tests.slurm.site import CAMPAIGN, submit, wait_until
+from tests.slurm.site import CAMPAIGN, FRONTIER, submit, wait_until
 from tests.slurm.test_training import FOUR, _train
 
 pytestmark = CAMPAIGN
@@ -24,6 +24,17 @@ def start(testbed, folder, *options, nodes=4, **settings):
     flags = [*FOUR, "--kill-switch-file", str(folder / "enough")]
     options = ["-N", str(nodes), "--time=60", *options]
     return submit(testbed, folder, flags, options=options, **SETTINGS, **settings)
+
+
+def script_of_an_array(folder):
+    """Write train_22b.sbatch for tasks that share one machine, so that each needs its own port."""
+    text = (FRONTIER / "train_22b.sbatch").read_text()
+    last = '\ntrain_job "$@"\n'
+    assert text.endswith(last)
+    script = folder / "array.sbatch"
+    own_port = "MASTER_PORT=$((MASTER_PORT + SLURM_ARRAY_TASK_ID))"
+    script.write_text(f"{text.removesuffix(last)}\n{own_port}{last}")
+    return str(script)
 
 
 def trainings(run):
@@ -118,7 +129,9 @@ def test_a_job_goes_on_without_its_controller_and_lost_nodes(testbed, tmp_path, 
 
 def test_a_task_of_an_array_loses_its_first_node(testbed, tmp_path, mended):
     """It has the script and the store: this task, and not its sister, is requeued, once."""
-    job = start(testbed, tmp_path, "--array=1-2", nodes=2, RUN_NAME="", MASTER_PORT="")
+    job = start(
+        testbed, tmp_path, "--array=1-2", nodes=2, RUN_NAME="", script=script_of_an_array(tmp_path)
+    )
     runs = {task: tmp_path / f"gpt-22b-mock-{task}" for task in "12"}
     for run in runs.values():
         begun(job, run)
