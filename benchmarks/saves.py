@@ -214,7 +214,7 @@ class Dcp:
         kinds = AsyncCheckpointerType
         self.completed_s = 0.0
         answer: Any = dcp.async_save(
-            self.state,
+            self.state or {},
             async_checkpointer_type=kinds.PROCESS if self.process else kinds.THREAD,
             async_stager=self.stager,
             **self.arguments(),
@@ -310,7 +310,7 @@ class Copy:
 
 def sides_of(part: str, job: Job) -> dict[str, Any]:
     """Return the sides that take part, by name."""
-    ahead = dict(thread_count=THREADS, per_thread_copy_ahead=AHEAD, cached=True)
+    ahead: dict[str, Any] = dict(thread_count=THREADS, per_thread_copy_ahead=AHEAD, cached=True)
     if part == "background":
         return {
             "ours": Ours(job),
