@@ -15,7 +15,8 @@ background   steps without a save, then a save in the background and steps until
              which the steps meanwhile are longer
 load         into the engine or DCP's tensors, by `read` into memory that exists. Files are dropped
              from the page cache first where the file system has one (not in /dev/shm)
-fixed        the first save of the job, and where the time of later ones goes, of a tiny model
+fixed        the first save of the job, and where the time of later ones goes, of a tiny model:
+             number and time of fsyncs and of collectives, on rank 0
 
 DCP's settings: "default"; "threads": thread_count=2, per_thread_copy_ahead=2^28 and a cached plan;
 "many files": these and single_file_per_rank=False; "no sync": these and sync_files=False, which may
