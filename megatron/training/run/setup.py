@@ -152,10 +152,11 @@ def run_training(
     rendezvous = Rendezvous(launch, device, timeout, ranks.mapping, alike=alike)
     run: Run | None = None
     stop: Stop | None = None
-    restarts = False
+    restarts = joined = False
     try:
         with Console(launch.rank == 0).doing(f"connecting {launch.world_size} process(es)"):
             rendezvous.join()
+        joined = True
         launch = rendezvous.launch
         if renumbered is not None:
             renumbered(launch.rank)
@@ -194,6 +195,8 @@ def run_training(
         finally:
             run.close()
     except BaseException as error:
+        if not joined and (membership is None or not isinstance(error, LostRankError)):
+            raise  # it names the ranks that are missing or differ
         if membership is not None and may_restart(error):
             compared = isinstance(error, DifferingCopiesError)
             restarts = membership.lost(first_line(error), compared=compared)

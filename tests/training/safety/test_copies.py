@@ -39,7 +39,7 @@ def test_copies_are_compared_at_the_interval_and_a_save_under_way_is_completed(
     ends(
         arguments,
         arm,
-        "TrainingError",
+        "DifferingCopiesError",
         "final_layernorm.weight",
         "iteration 3",
         "rank 0 ",
@@ -54,7 +54,7 @@ def test_copies_are_compared_before_a_save(tmp_path):
     ends(
         arguments,
         {1: (flipped, name, 4)},
-        "TrainingError",
+        "DifferingCopiesError",
         name,
         "iteration 4",
         "rank 0 ",

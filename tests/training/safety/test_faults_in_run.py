@@ -127,7 +127,7 @@ def run_and_signal(rank, fields, where, nth, number):
 @pytest.mark.parametrize(
     ("ranks", "where", "nth", "stopped", "evaluations"),
     [
-        (2, "megatron.training.run.setup.connect", 1, 0, 0),  # before all else
+        (2, "megatron.training.run.setup.identity", 1, 0, 0),  # before all else
         # The evaluation before the first step.
         (1, "megatron.training.run.evaluation.open_stream", 1, 0, 0),
         # The ranks tell each other while step 3 runs.
