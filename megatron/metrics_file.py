@@ -83,18 +83,18 @@ RECORD: Kinds = {
         "iteration total_iterations back_to_iteration parameters global_batch_size seq_length "
         "consumed_samples consumed_tokens size_bytes memory_bytes memory_rank reserved_bytes "
         "skipped skipped_since skipped_iterations nan empty examples cut slow_ranks seed context "
-        "stride bytes"
+        "stride bytes restart ranks received_bytes"
     ).split(),
     _number: (
         "time step_time_s samples_per_s tokens_per_s tokens_per_s_per_device model_tflops "
         "hardware_tflops loss_scale grad_norm num_zeros params_norm lm_loss ema_loss loss median "
         "learning_rate decoupled_learning_rate mfu hfu elapsed_s stall_s seconds bubble predicted_bubble energy_j "
         "energy_kwh joules_per_token min_ms median_ms max_ms accuracy accuracy_bytes "
-        "accuracy_tokens log_likelihood perplexity bits_per_byte tokens tokens_per_second"
+        "outage_s accuracy_tokens log_likelihood perplexity bits_per_byte tokens tokens_per_second"
     ).split(),
     is_text: (
         "event device reason dataset corpus folder instead task checkpoint first file prompt text "
-        "loss_name"
+        "loss_name cause"
     ).split(),
     _yes_or_no: ("background",),
     _table: (
@@ -106,6 +106,7 @@ RECORD: Kinds = {
         "balancing",
         "components",
         "scalars",
+        "ways",
     ),
     _numbers: ("stage_memory_bytes",),
     _samples: ("samples",),
