@@ -112,7 +112,7 @@ def test_starts_without_a_new_trial_are_bounded(tmp_path):
 
 
 def guards(ended):
-    return [call.words for call in ended.named("srun") if "--job-name=guard" in call.words]
+    return [call.words for call in ended.calls if "--job-name=guard" in call.words]
 
 
 @pytest.mark.parametrize(("requeue", "does"), [("1", ["scontrol", "requeue"]), ("0", ["scancel"])])
