@@ -43,21 +43,26 @@ def test_all_nodes_are_good(tmp_path):
     assert (ended.code, trained(ended).value("-N"), "-w" in trained(ended).words) == (0, "2", False)
 
 
-def test_spare_nodes_take_the_place_of_bad_ones(tmp_path):
+@pytest.mark.parametrize(
+    ("restarts", "used"), [("100", ["3", "24", "a2,a3,a4"]), ("0", ["2", "16", "a2,a3"])]
+)
+def test_spare_nodes_take_the_place_of_bad_ones(tmp_path, restarts, used):
+    """Two nodes train; the third good one waits, if the job can restart."""
     stub = measured("a2 a3 a4", "a1", code=137)  # the task of a dead node spoils srun's exit code
     ended = train(
         tmp_path,
         nodes="a1,a2,a3,a4",
         PREFLIGHT="1",
         NODES_NEEDED="2",
+        MAX_RESTARTS=restarts,
         STUB_srun=f"[[ $* != *'hostname -i'* ]] || {{ echo fe80::1 10.1.2.3; exit; }}; {stub}",
     )
     assert ended.code == 0, ended.log
     assert ended.named("srun", MEASURE)[0].value("-N") == "4"
     call = trained(ended)
-    # two nodes train, the third good one waits
-    assert [call.value(flag) for flag in ("-N", "-n", "-w")] == ["3", "24", "a2,a3,a4"]
-    assert call.value("--spare-ranks") == "8"
+    assert [call.value(flag) for flag in ("-N", "-n", "-w")] == used
+    assert ("--spare-ranks" in call.words) == (restarts != "0")
+    assert restarts == "0" or call.value("--spare-ranks") == "8"
     assert call.environ["MASTER_ADDR"] == "10.1.2.3"  # that of a2, which now has rank 0
     tokens = {
         step.environ["MEGATRON_JOB_TOKEN"] for step in (call, ended.named("srun", MEASURE)[0])

@@ -138,7 +138,7 @@ def test_a_task_on_another_node_looks_after_the_script(tmp_path, requeue, does):
 
 def guard(answers, turns, *does):
     """Return what the guard prints within `turns` turns, given stubs of squeue and scontrol."""
-    (code,) = re.findall(r"(?ms)^GUARD='(.*?)'$", (FRONTIER / "allocation.sh").read_text())
+    (code,) = re.findall(r"(?ms)^GUARD='(.*?)'$", (FRONTIER / "job.sh").read_text())
     program = f"{answers}\nturns=0; sleep() {{ ((turns++ < {turns})); }}\n{code}"
     return shell("bash", "-c", program, "guard", "a1", "7", *does).stdout.split()
 
