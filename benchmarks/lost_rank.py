@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.parity import LAYOUTS, NO_DROPOUT, ON_CPU
 from benchmarks.shared import device_parser, markdown, pretrain
+from megatron.errors import EXIT_LOST_RANK
 from megatron.metrics_file import read_records
-from megatron.training.run.process import EXIT_LOST_RANK
 from tests.helpers.launching import TINY
 
 STEP = 3

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import sys
 
+# a rank died or hung: nothing to fix, start the job again (EX_TEMPFAIL in sysexits.h)
+EXIT_LOST_RANK = 75
+
 
 class MegatronError(Exception):
     """Base class of all errors that are meant for the user."""

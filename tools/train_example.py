@@ -28,8 +28,8 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 
 from megatron.config.option import Parser, integer
 from megatron.errors import LaunchError, print_error
-from megatron.jobs import parent_watch
 from megatron.metrics_file import read_records
+from megatron.parallel import parent_watch
 from megatron.planner import subprocesses
 from megatron.training.run.process import as_tool, handled_signals
 

@@ -30,6 +30,7 @@ from typing import Any
 from benchmarks.faults import disk, history
 from benchmarks.faults.job import CONSTANT, FaultJob, JobOutcome, run_well, training
 from benchmarks.faults.month_report import compare, predicted_run, timeline
+from megatron.errors import EXIT_LOST_RANK
 from megatron.planner.faults import KINDS, fault_rates
 from tests.helpers.poison import flip_bit
 
@@ -46,7 +47,6 @@ SLOW_S = 0.05
 FULL_STEPS = SAVE_INTERVAL + 5  # after which there is room on the disk again
 MOST_STARTS = 200
 JOB_LIMIT_S = 1800.0
-EXIT_LOST = 75
 HANG_TIMEOUT_S = 3.0
 OTHERS_LEAVE_S = 60.0
 LAYOUT = ("--pipeline-model-parallel-size", "2", "--zero-stage", "0")
@@ -365,7 +365,12 @@ def check(
     occurred = len(list((folder / "marks").glob("fault_???")))
     if occurred != len(faults):
         problems.append(f"{occurred} of {len(faults)} faults occurred")
-    unexpected = {code for start in starts for code in start.codes} - {0, EXIT_LOST, -9, 128 + 9}
+    unexpected = {code for start in starts for code in start.codes} - {
+        0,
+        EXIT_LOST_RANK,
+        -9,
+        128 + 9,
+    }
     if unexpected:
         problems.append(f"exit codes {sorted(unexpected)}")
     return problems

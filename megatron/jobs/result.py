@@ -11,11 +11,11 @@ from typing import Any
 
 from megatron import metrics_file
 from megatron.config import Config
-from megatron.errors import DataError
+from megatron.errors import EXIT_LOST_RANK, DataError
 from megatron.jobs.scaling import METRICS, RESULT, Figures, figures, read_run
 from megatron.metrics_file import read_beside, read_records
 from megatron.planner.layout import candidate_of
-from megatron.training.run.process import EXIT_ERROR, EXIT_LOST_RANK, EXIT_USER_ERROR
+from megatron.training.run.process import EXIT_ERROR, EXIT_USER_ERROR
 
 OUT_OF_MEMORY = "out of memory"
 HANG = "hang"

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.errors import LaunchError
+from megatron.parallel import parent_watch
 from megatron.parallel.environment import job_name
 from megatron.planner.subprocesses import environment, reserve_port
 
@@ -34,7 +35,6 @@ _PEERS_S = 20.0
 _MOST_LOGS = 256
 _FIRST_PORT = 3442
 _PORTS = range(1024, 65536)
-_PARENT_WATCH = Path(__file__).with_name("parent_watch.py")
 
 # Signals the step named STEP through Slurm. If srun is terminated while its tasks start, it asks
 # Slurm once to kill them. If they do not exist yet, that request is lost, and srun waits for them
@@ -200,14 +200,14 @@ def start_here(
     """
     run = RunProcesses(clock=clock)
     port = run.resources.enter_context(reserve_port()).getsockname()[1]
-    parent_watch = [sys.executable, "-I", "-S", str(_PARENT_WATCH), str(os.getpid())]
+    watch = [sys.executable, "-I", "-S", parent_watch.__file__, str(os.getpid())]
     if count > 1:
         (folder / TASKS).mkdir(exist_ok=True)
     try:
         for rank in range(count):
             env = environment(os.environ, rank, count, port)
             log = f"{TASKS}/task_{rank}.err" if rank else LOG
-            run.processes.append(_spawn([*parent_watch, *command], env, folder / log))
+            run.processes.append(_spawn([*watch, *command], env, folder / log))
     except BaseException:
         run.kill()
         raise

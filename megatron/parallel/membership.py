@@ -7,12 +7,10 @@ generation of the job has, and which one it is itself.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -21,7 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.errors import EXIT_LOST_RANK
 from megatron.parallel.launch import Launch
+from megatron.parallel.parent_watch import die_with
 
 # Messages from the training process, and to it. Each is a JSON object with its kind under "kind".
 LOST = "lost"  # a peer is lost, or this rank's state is damaged; the process can take part again
@@ -35,8 +35,6 @@ END = "end"  # there is no further generation
 MESSAGE_BYTES = 1 << 16
 DESCRIPTORS = "MEGATRON_SUPERVISED"
 """Variable with the descriptors of a training process that was started by exec."""
-_EXIT_LOST = 75
-_PR_SET_PDEATHSIG = 1
 _CAUSE_CHARACTERS = 2000
 
 
@@ -113,12 +111,12 @@ class Membership:
                 self._ends = message["kind"] == END
                 sys.audit("megatron.parallel.leaving_groups", self.cause)
                 self.abort()
-        os._exit(_EXIT_LOST)  # the supervisor is gone, and the kernel ends this process, too
+        os._exit(EXIT_LOST_RANK)  # the supervisor is gone, and the kernel ends this process, too
 
     def _abandon(self) -> None:
         """End this process, whose supervisor forks another; if the job ends, its ranks say why."""
         if not self._ends:
-            os._exit(_EXIT_LOST)
+            os._exit(EXIT_LOST_RANK)
 
     def _send(self, kind: str, **values: Any) -> None:
         self._connection.send(json.dumps({"kind": kind, **values}).encode())
@@ -144,7 +142,7 @@ class Membership:
         Returns whether the job restarts.
         """
         self.announce(symptom, compared=compared)
-        return str(self._commands.get()["kind"]) != END
+        return bool(self._commands.get()["kind"] != END)
 
     def announce(
         self,
@@ -187,13 +185,6 @@ class Membership:
             if message["kind"] == END:
                 self.cause = message["cause"]
                 return None
-
-
-def die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(_EXIT_LOST)
 
 
 def started_by_supervisor() -> Membership | None:

@@ -425,8 +425,7 @@ class Rendezvous(StoreConnection):
             self.failed = True
             # a watchdog that detects a hang ends this process with a better diagnosis
             self.judged.wait(2 * self._answer_s)
-            symptom = (_SOURCE_LINE.sub("", str(error)).splitlines() or [""])[0].split(". ")[0]
-            seen = f"{type(error).__name__}: {symptom}"
+            seen = symptom(error)
             text = self._roll_findings or self._try(
                 lambda: self._diagnose(seen), 4 * self._answer_s
             )
@@ -601,6 +600,12 @@ class Rendezvous(StoreConnection):
         ):
             self.sleep(0.02)
             gone = self.store.add("left", 0)
+
+
+def symptom(error: BaseException) -> str:
+    """Return an error's type and the first sentence of its message."""
+    text = (_SOURCE_LINE.sub("", str(error)).splitlines() or [""])[0].split(". ")[0]
+    return f"{type(error).__name__}: {text}"
 
 
 def _list_locations(ranks: Sequence[int], locations: Sequence[str]) -> str:

@@ -35,7 +35,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
-from megatron.errors import LaunchError
+from megatron.errors import EXIT_LOST_RANK, LaunchError
 from megatron.parallel.host_processes import bounded
 from megatron.parallel.launch import Launch
 from megatron.parallel.membership import (
@@ -50,14 +50,13 @@ from megatron.parallel.membership import (
     SAVED,
     Generation,
     Membership,
-    die_with,
 )
+from megatron.parallel.parent_watch import die_with
 from megatron.parallel.store import ANSWER_S, StoreConnection, batches
 from megatron.parallel.topology import compress_ranks
 
-EXIT_LOST = 75
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-_RESTARTABLE = (1, EXIT_LOST)  # exit codes after which a process may be started anew
+_RESTARTABLE = (1, EXIT_LOST_RANK)  # exit codes after which a process may be started anew
 _FAULTS = 2  # faults of a node after which spares take its place
 _WITHOUT_PROGRESS = 3  # restarts in a row after which no step was completed, before the job ends
 _BEAT_S = 2.0  # interval of the signs of life that one supervisor of each node gives
@@ -112,12 +111,14 @@ def places(tasks: Sequence[Task], size: int) -> dict[int, int]:
     of_node = Counter(task.node for task in tasks if task.rank is not None)
     active = [task for task in tasks if task.rank is not None]
     spares = [task for task in tasks if task.rank is None]
-    kept = {task.number: task.rank for task in active if task.rank is not None and task.rank < size}
-    missing = sorted(set(range(size)) - set(kept.values()))
+    staying = {
+        task.number: task.rank for task in active if task.rank is not None and task.rank < size
+    }
+    missing = sorted(set(range(size)) - set(staying.values()))
     if len(missing) <= len(spares) and len(active) <= size:
         free = Counter(task.node for task in spares)
         spares.sort(key=lambda task: (-free[task.node], task.node, task.number))
-        return kept | {task.number: rank for task, rank in zip(spares, missing, strict=False)}
+        return staying | {task.number: rank for task, rank in zip(spares, missing, strict=False)}
     full = max(of_node.values(), default=0)
     ordered = sorted(
         tasks,
@@ -218,6 +219,7 @@ class Supervisor:
         self._alive = False
         self._ready = False
         self._symptom: tuple[float, dict[str, Any]] | None = None
+        self._node = 0  # index of this task's node, if it gives signs of life for it
         self._beat_at = 0.0
         # of the leader
         self._best = 0
@@ -226,13 +228,13 @@ class Supervisor:
         self._restarts = 0
         self._lost: set[int] = set()
         self._faults = Counter[str]()  # of each node
-        self._beats: dict[int, tuple[int, float]] = {}
+        self._beats: dict[int, tuple[int, float]] = {}  # of each node's first task
         self._beats_at = 0.0
 
     # -- the store ---------------------------------------------------------------------------------
 
     def _ask(self, function: Callable[[], Any]) -> Any:
-        """Return the result of a request to the store. Raises _StoreLost."""
+        """Return the result of a request to the store. Raises _StoreLostError."""
         try:
             return bounded(function, ANSWER_S + self.store.pause_s)
         except (RuntimeError, LaunchError) as error:
@@ -249,6 +251,10 @@ class Supervisor:
         """Return the value of a key; None if it does not exist."""
         store = self.store.store
         return self._ask(lambda: json.loads(store.get(key)) if store.check([key]) else None)
+
+    def _values(self, keys: Sequence[str]) -> list[Any]:
+        """Return the values of keys that exist."""
+        return [json.loads(value) for value in self._ask(lambda: self.store.values(keys))]
 
     # -- the life of a job -------------------------------------------------------------------------
 
@@ -285,7 +291,9 @@ class Supervisor:
         launch = self.launch
         size = launch.world_size - self.limits.spares
         if self._is_beating:
-            self._count(f"beat/{launch.task}", 1)
+            self._node = self._count("nodes", 1) - 1
+            self._set(f"node/{self._node}", launch.task)
+            self._count(f"beat/{self._node}", 1)
         if launch.rank >= size:
             return
         local = min(launch.local_world_size, size - (launch.rank - launch.local_rank))
@@ -301,28 +309,27 @@ class Supervisor:
             task=rank,
             world_size=size,
             local_world_size=local_size,
-            master_addr=self.store.launch.store_host,
-            master_port=self._port,
+            master_addr=self.launch.store_host,
             store_served=served,
             job=f"{self.launch.job}.{generation}" if generation else self.launch.job,
         )
 
     @property
-    def _port(self) -> int:
-        return self.launch.master_port
-
-    @property
     def _is_beating(self) -> bool:
         return self.launch.local_rank == 0 and self.launch.world_size > 1
 
-    def _start(self, generation: Generation) -> None:
-        """Tell the training process to begin a generation; fork one if there is none."""
-        self._generation = generation.number
-        self._rank = self._shown = generation.launch.rank
-        self._size = generation.launch.world_size
+    def _enter(self, generation: int, rank: int | None) -> None:
+        """Note that a generation begins, in which this task has a rank, or is a spare."""
+        self._generation = generation
+        self._rank = self._shown = rank
         self._failure = None
         self._alive = self._ready = False
         self._symptom = None
+
+    def _start(self, generation: Generation) -> None:
+        """Tell the training process to begin a generation; fork one if there is none."""
+        self._enter(generation.number, generation.launch.rank)
+        self._size = generation.launch.world_size
         if self._child is None or self._child.ended():
             self._child = self._fork()
         self._child.send(generation.to_message())
@@ -378,7 +385,7 @@ class Supervisor:
         self._listen()
         if self._is_beating and self.clock() - self._beat_at >= _BEAT_S:
             self._beat_at = self.clock()
-            self._count(f"beat/{self.launch.task}", 1)
+            self._count(f"beat/{self._node}", 1)
             if self._rank is None and not self._saved:
                 # A spare may be the last one left, without the store, and decide on a requeue.
                 self._saved = self._has("saved")
@@ -439,15 +446,16 @@ class Supervisor:
         how = f"exit code {code}"
         if code < 0:
             how = f"signal {-code} ({signal.Signals(-code).name})"
-        ends = code > 0 and code not in _RESTARTABLE
-        ends = ends or self._count(self._key("done")) > 0
+        by_user = code > 0 and code not in _RESTARTABLE
+        ends = by_user or self._count(self._key("done")) > 0
         where = f"rank {self._shown} ({self.launch.node}, process {child.pid})"
-        self._fail(f"{where} ended with {how}", final=ends, node=self.launch.node)
+        self._fail(f"{where} ended with {how}", final=ends, by_user=by_user, node=self.launch.node)
 
     def _fail(
         self,
         cause: str,
         final: bool = False,
+        by_user: bool = False,
         node: str = "",
         ranks: Sequence[int] = (),
         compared: bool = False,
@@ -456,12 +464,14 @@ class Supervisor:
         """Report a fault to all supervisors, unless another one has been reported.
 
         final               whether the job ends
+        by_user             whether the user must mend something, or has ended the job
         node                the node that has the fault; "" if unknown
         ranks, compared, replace  as in Membership.announce
         """
         failure = {
             "cause": cause,
             "final": final,
+            "by_user": by_user,
             "node": node,
             "ranks": list(ranks),
             "compared": compared,
@@ -472,9 +482,8 @@ class Supervisor:
         self._ask(lambda: store.compare_set(self._key("failure"), "", text))
         self._look()
 
-    def _key(self, kind: str, task: int | None = None) -> str:
-        key = f"{kind}/{self._generation}"
-        return key if task is None else f"{key}/{task}"
+    def _key(self, kind: str) -> str:
+        return f"{kind}/{self._generation}"
 
     def _look(self) -> None:
         """Look for a fault that a supervisor has reported."""
@@ -498,18 +507,14 @@ class Supervisor:
         if self._count(self._key("done")):
             return  # the job is ending
         self._beats_at = now
-        if not self._beats:
-            tasks = range(self.launch.world_size)
-            keys = [f"beat/{task}" for task in tasks]
-            known = [task for task, key in zip(tasks, keys, strict=True) if self._has(key)]
-            self._beats = dict.fromkeys(known, (0, now))
-        watched = [task for task in self._beats if task not in self._lost]
-        counts = [self._count(f"beat/{task}") for task in watched]
-        for task, count in zip(watched, counts, strict=True):
-            last, at = self._beats[task]
+        nodes = range(self._count("nodes"))
+        tasks = self._values([f"node/{node}" for node in nodes])
+        counts = self._values([f"beat/{node}" for node in nodes])
+        for task, count in zip(tasks, counts, strict=True):
+            last, at = self._beats.get(task, (None, now))
             if count != last:
                 self._beats[task] = (count, now)
-            elif now - at > _SILENT_S:
+            elif task not in self._lost and now - at > _SILENT_S:
                 self._fail(
                     f"the node of task {task} has given no sign of life for {now - at:.0f} s"
                 )
@@ -546,7 +551,7 @@ class Supervisor:
         number = self._generation + 1
         waited_s = self.clock() - self._failed_at
         if failure["final"]:
-            return self._finish(failure["cause"])
+            return self._finish(failure["cause"], requeue=not failure["by_user"])
         if not self._alive:
             self._alive = True
             self._set(f"alive/{number}/{self.launch.task}", True)
@@ -561,7 +566,7 @@ class Supervisor:
                         f" task {self.launch.task} ({self.launch.node}): process {child.pid} cannot "
                         "be killed: this task leaves the job"
                     )
-                    return EXIT_LOST
+                    return EXIT_LOST_RANK
                 survives = False
             self._ready = True
             mine = Task(self.launch.task, self.launch.node, self._rank, survives, self._reached)
@@ -585,8 +590,7 @@ class Supervisor:
             answer_s = ANSWER_S + self.store.pause_s
             if waited_s < answer_s or (alive and waited_s < self.limits.leaving_s + 2 * answer_s):
                 return
-        answers = self._ask(lambda: self.store.values([f"ready/{number}/{task}" for task in ready]))
-        values = [json.loads(answer) for answer in answers]
+        values = self._values([f"ready/{number}/{task}" for task in ready])
         self._saved = any(value[-1] for value in values)
         self._lost |= set(tasks) - set(ready)
         self._decide(number, [Task(*value[:-1]) for value in values])
@@ -665,15 +669,10 @@ class Supervisor:
     def _follow(self, number: int, decision: Mapping[str, Any]) -> int | None:
         """Take this task's place in the next generation; return the exit code if there is none."""
         if "end" in decision:
-            self._failure = {"cause": decision["end"], "final": True}
             return self._finish(decision["end"])
         place = self._get(f"place/{number}/{self.launch.task}")
         if place is None:  # a spare
-            self._generation = number
-            self._rank = None
-            self._failure = None
-            self._alive = self._ready = False
-            self._symptom = None
+            self._enter(number, None)
             return None
         rank, local_size = place
         self._start(
@@ -689,37 +688,37 @@ class Supervisor:
         )
         return None
 
-    def _finish(self, cause: str) -> int:
-        """End this task after a fault without a restart; return the exit code."""
+    def _end(self, cause: str) -> int:
+        """Let the training process end, or kill it; return the task's exit code."""
         child = self._child
-        code = EXIT_LOST
-        if child is not None:
-            child.send({"kind": END, "cause": cause})
-            deadline = self.clock() + self.limits.leaving_s + 4 * ANSWER_S
-            while not child.ended() and self.clock() < deadline:
-                self._listen()
-            if not child.ended():
-                child.kill()
-            code = child.code or 0
-            code = 128 - code if code < 0 else code
+        if child is None:
+            return EXIT_LOST_RANK
+        child.send({"kind": END, "cause": cause})
+        deadline = self.clock() + self.limits.leaving_s + 4 * ANSWER_S
+        while not child.ended() and self.clock() < deadline:
+            self._saved |= any(one["kind"] == SAVED for one in child.messages(_TICK_S))
+        if not child.ended():
+            child.kill()
+        code = child.code or 0
+        return 128 - code if code < 0 else code
+
+    def _finish(self, cause: str, requeue: bool = True) -> int:
+        """End this task after a fault without a restart; return the exit code.
+
+        `requeue` is false after an error that would come again.
+        """
+        code = self._end(cause)
         if self.leads:
             self.say(f" the job ends: {cause}")
-            self.on_end(self._saved)
+            if requeue:
+                self.on_end(self._saved)
         self._depart()
         return code
 
     def _without_store(self, reason: str) -> int:
         """End this task after the loss of the store; return the exit code."""
-        child = self._child
-        if child is not None and child.ended() and child.code == 0:
-            return 0
         cause = f"the store of the job is lost ({reason})"
-        if child is not None and not child.ended():
-            child.send({"kind": END, "cause": cause})
-            deadline = self.clock() + self.limits.leaving_s + 4 * ANSWER_S
-            while not child.ended() and self.clock() < deadline:
-                self.sleep(_TICK_S)
-        if child is not None and child.code == 0:
+        if self._child is not None and self._end(cause) == 0:
             return 0
         if self.launch.local_rank == 0:
             # The first node left requeues the job, whose end stops the others before their turn.
@@ -727,7 +726,7 @@ class Supervisor:
             self.sleep(min(node, 60))
             self.say(f" the job ends: {cause}")
             self.on_end(self._saved)
-        return EXIT_LOST
+        return EXIT_LOST_RANK
 
 
 class _StoreLostError(Exception):

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.errors import EXIT_LOST_RANK
 from megatron.parallel import supervisor as module
 from megatron.parallel.launch import Launch
 from megatron.parallel.membership import Generation
-from megatron.parallel.supervisor import EXIT_LOST, RestartLimits, Supervisor, Task, places
+from megatron.parallel.supervisor import RestartLimits, Supervisor, Task, places
 from tests.helpers.clock import VirtualClock
 
 # -- places ----------------------------------------------------------------------------------------
@@ -99,8 +100,8 @@ def trains(last, *, progresses=True, leaves=True, code=0):
             if not leaves:
                 signal.pause()
             if not membership.lost("a peer is lost"):
-                return EXIT_LOST
-        return EXIT_LOST
+                return EXIT_LOST_RANK
+        return EXIT_LOST_RANK
 
     return work
 
@@ -218,7 +219,7 @@ def test_the_number_of_restarts_is_limited():
         job.reach(1)
         job.kill(1)
         codes = job.end()
-        assert codes == [EXIT_LOST, 128 + signal.SIGKILL]
+        assert codes == [EXIT_LOST_RANK, 128 + signal.SIGKILL]
         assert "all 1 restarts of --max-restarts are used" in job.said[0]
         assert job.ends == [True]  # it has saved: it may be requeued
 
@@ -235,7 +236,7 @@ def test_restarts_without_progress_end_the_job():
                 break
             job.kill(1)
             job.until(lambda g=generation: job.codes or all(t._generation > g for t in job.tasks))
-        assert job.end()[0] == EXIT_LOST
+        assert job.end()[0] == EXIT_LOST_RANK
         assert "no step was completed" in job.said[0]
         assert generation == 3
 
@@ -243,8 +244,9 @@ def test_restarts_without_progress_end_the_job():
 @pytest.mark.parametrize("code", [2, 130])
 def test_an_error_of_the_user_ends_all(code):
     with Job([trains(9), trains(0, code=code)]) as job:
-        assert job.end() == [EXIT_LOST, code]
+        assert job.end() == [EXIT_LOST_RANK, code]
         assert f"exit code {code}" in job.said[0]
+        assert job.ends == []  # it would come again: it is not requeued
 
 
 def test_a_process_that_does_not_leave_is_replaced():
@@ -320,7 +322,7 @@ def test_without_spares_the_job_shrinks_or_ends(size):
             assert codes == [0, None, 0]
             assert [task._shown for task in job.tasks] == [0, 1, 1]
         else:
-            assert codes == [EXIT_LOST, None, EXIT_LOST]
+            assert codes == [EXIT_LOST_RANK, None, EXIT_LOST_RANK]
             assert "2 processes are left, too few" in job.said[0]
 
 
@@ -338,7 +340,7 @@ def test_without_its_store_the_job_ends_and_one_supervisor_of_the_node_says_so()
             task.store.store = _Lost()
             with pytest.raises(module._StoreLostError) as error:
                 task._tick()
-            assert task._without_store(str(error.value)) == EXIT_LOST
+            assert task._without_store(str(error.value)) == EXIT_LOST_RANK
         assert job.ends == [True]
         assert "connection reset by peer" in job.said[0]
 

@@ -22,12 +22,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from megatron.errors import LostRankError, MegatronError, flush_output, print_error
+from megatron.errors import (
+    EXIT_LOST_RANK,
+    LostRankError,
+    MegatronError,
+    flush_output,
+    print_error,
+)
 
 EXIT_ERROR = 1  # an error in the program, or output that could not be written
 EXIT_USER_ERROR = 2  # something the user can fix
-# a rank died or hung: nothing to fix, start the job again (EX_TEMPFAIL in sysexits.h)
-EXIT_LOST_RANK = 75
 EXIT_INTERRUPTED = 130
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)

@@ -50,7 +50,7 @@ from megatron.parallel.layout import DEFAULT_ORDER, LayoutSizes
 from megatron.parallel.membership import Membership
 from megatron.parallel.process_descriptions import compare
 from megatron.parallel.rank_mapping import RankMapping, RankPlan, check_devices
-from megatron.parallel.rendezvous import Rendezvous
+from megatron.parallel.rendezvous import Rendezvous, symptom
 from megatron.parallel.topology import Topology
 from megatron.training.report.energy import EnergyMeter
 from megatron.training.report.events import Restarted, Start
@@ -199,7 +199,7 @@ def run_training(
             raise  # it names the ranks that are missing or differ
         if membership is not None and may_restart(error):
             compared = isinstance(error, DifferingCopiesError)
-            restarts = membership.lost(first_line(error), compared=compared)
+            restarts = membership.lost(symptom(error), compared=compared)
         if restarts:
             rendezvous.failed = rendezvous.restarts = True
         elif is_lost_peer(error):
@@ -231,8 +231,8 @@ def run_training(
 def take_part(run: Run, membership: Membership, rendezvous: Rendezvous) -> None:
     """Report the run's progress and faults to the supervisor, and a restart to the user."""
 
-    def announce(symptom: str, ranks: Sequence[int], replace: bool = False) -> None:
-        membership.announce(symptom, [rendezvous.tasks[r] for r in ranks], replace=replace)
+    def announce(seen: str, ranks: Sequence[int], replace: bool = False) -> None:
+        membership.announce(seen, [rendezvous.tasks[r] for r in ranks], replace=replace)
 
     run.callbacks.append(ReportsProgress(membership))
     if run.watchdog is not None:
@@ -280,11 +280,6 @@ def check_device(device: torch.device) -> None:
 def may_restart(error: BaseException) -> bool:
     """Return whether this process can take part in a restart of the job after `error`."""
     return is_lost_peer(error) or isinstance(error, DifferingCopiesError)
-
-
-def first_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def requeue_lost(run: Run) -> None:

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.errors import LaunchError
+from megatron.errors import EXIT_LOST_RANK, LaunchError
 from megatron.parallel.environment import TRACE_FILE, Variables
 from megatron.parallel.flight import DeviceCalls, FlightState, PendingCall
 from megatron.parallel.host_processes import (
@@ -44,7 +44,6 @@ from megatron.parallel.host_processes import (
 from megatron.parallel.layout import Layout
 from megatron.parallel.rendezvous import Rendezvous
 from megatron.parallel.topology import Topology, compress_ranks
-from megatron.training.run.process import EXIT_LOST_RANK
 
 REPORT_NAME = "hang_report.txt"
 _ANSWER_S = 5.0  # time for ranks, and for the store, to answer

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.errors import EXIT_LOST_RANK
 from megatron.parallel import flight
 from megatron.parallel.host_processes import GONE, process_start
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
-from megatron.training.run.process import EXIT_LOST_RANK
 from megatron.training.safety.watchdog import REPORT_NAME, Watchdog, nccl_error
 from tests.helpers.clock import VirtualClock
 from tests.helpers.killing import forked, wait_for

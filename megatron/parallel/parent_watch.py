@@ -16,14 +16,19 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def main(parent: int, command: list[str]) -> None:
-    """Run the command; the kernel kills it when the thread that started this process ends.
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when the thread that started it ends.
 
     The request (prctl) survives exec.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before prctl was called
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(parent: int, command: list[str]) -> None:
+    """Run the command, which ends with its parent."""
+    die_with(parent)
     os.execvp(command[0], command)
 
 
