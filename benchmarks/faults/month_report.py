@@ -1,4 +1,4 @@
-"""Where the time of a disturbed run went, from its metrics file, and what the model predicts.
+"""Report of a disturbed run: its time by cause, from its metrics file, and the prediction.
 
 Every second between the first start and the last end is one of the shares of EffectiveTime
 (megatron/planner/effective_time.py). A step counts if it is the last of its number: the others are

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.memory_file import COPY, OWN, Key, MemoryFile, MemorySlot, pages
+from megatron.checkpoint.memory_file import COPY, PRIMARY, Key, MemoryFile, MemorySlot, pages
 from megatron.checkpoint.shards import Entries, Shard, Stored
 from megatron.checkpoint.shared_errors import errors_on_all_ranks
 from megatron.checkpoint.tensors import (
@@ -93,7 +93,7 @@ def neighbour_jump(nodes: Sequence[str], preferred: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Replication:
-    """Where copies of shards are: those of rank r on rank r + jump, modulo the ranks; 0: nowhere.
+    """Placement of copies: those of rank r's shards on rank r + jump, modulo the ranks; 0: nowhere.
 
     ring  the ranks that are reached from this one by jumps, for the messages
     """
@@ -121,14 +121,14 @@ class Replication:
 class _PendingLocal:
     """A local save between its copy and the moment at which all ranks have it.
 
-    own, copy  the slots of this rank's shards, and of its neighbour's; None: no replication
-    hashed     writes the header of `own`; its result is a problem that left the slot empty, or ""
-    receive    the message from the neighbour
-    received   waits until the messages to and from neighbours are complete
+    primary, copy  the slots of this rank's shards, and of its neighbour's; None: no replication
+    hashed         writes the header of `primary`; its result is a problem that left the slot empty, or ""
+    receive        the message from the neighbour
+    received       waits until the messages to and from neighbours are complete
     """
 
     key: Key
-    own: MemorySlot
+    primary: MemorySlot
     copy: MemorySlot | None
     begun: float
     hashed: Future[str] = field(default_factory=Future)
@@ -178,7 +178,7 @@ class LocalSaver:
         self._last = keep  # the newest save that all ranks have
         self._pending: _PendingLocal | None = None
         self.note = ""
-        """Why a rank's memory could not be pinned; "" if it was or need not be."""
+        """Reason why a rank's memory could not be pinned; "" if it was or need not be."""
         # Views, which stay valid: listing them at each save would cost as much as a small copy.
         self._tensors = tensors = tensors_to_save(engine, topology, True)
         self._device = device_of(tensors)
@@ -195,7 +195,7 @@ class LocalSaver:
         self._ring = replication.ring
         self._to = (topology.rank + replication.jump) % world.size
         self._from = (topology.rank - replication.jump) % world.size
-        self._sizes = {OWN: (data, header)}
+        self._sizes = {PRIMARY: (data, header)}
         if self._ring is not None:
             self._sizes[COPY] = (int(table[self._from, 0]), int(table[self._from, 1]))
         self._settled = False
@@ -209,7 +209,7 @@ class LocalSaver:
     @property
     def copied(self) -> int:
         """Return the bytes of this rank's shards."""
-        return self._sizes[OWN][0]
+        return self._sizes[PRIMARY][0]
 
     @property
     def pending(self) -> bool:
@@ -243,8 +243,8 @@ class LocalSaver:
         self._number += 1
         topology = self._topology
         key = Key(self._number, iteration, self._attempt)
-        pending = _PendingLocal(key, self._free(OWN), None, time.perf_counter())
-        pending.own.erase()
+        pending = _PendingLocal(key, self._free(PRIMARY), None, time.perf_counter())
+        pending.primary.erase()
         if self._ring is not None:
             pending.copy = self._free(COPY)
             pending.copy.erase()
@@ -252,7 +252,7 @@ class LocalSaver:
             pending.receive = post(b"receive", buffer, self._ring, self._from)
         sys.audit(_EVENT, "copying")
         self._engine.fragments()  # nothing changes the state from now on
-        copy_into(pending.own.memory.tensor, self._tensors)
+        copy_into(pending.primary.memory.tensor, self._tensors)
         sys.audit(_EVENT, "copied")
         content = {
             "key": key,
@@ -263,7 +263,9 @@ class LocalSaver:
             "state": state,
             "engine": self._engine.scalars(),
         }
-        _in_thread(pending.hashed, partial(_complete, pending.own, content, about, self._stored))
+        _in_thread(
+            pending.hashed, partial(_complete, pending.primary, content, about, self._stored)
+        )
         self._pending = pending
 
     def advance(self) -> None:
@@ -274,7 +276,7 @@ class LocalSaver:
         if pending.received is None:
             assert self._ring is not None, "there is a neighbour"
             works = [
-                post(b"send", pending.own.memory.tensor, self._ring, self._to),
+                post(b"send", pending.primary.memory.tensor, self._ring, self._to),
                 pending.receive,
             ]
             pending.received = Future()
@@ -369,13 +371,13 @@ class LocalSaver:
         """
         memory = self._memory
         misfits = [slot for slot in memory.slots if not self._fits(slot)]
-        kept = [slot for slot in misfits if slot.key is not None and slot.key == self._last]
-        several = torch.tensor([int(bool(kept))])
+        in_use = [slot for slot in misfits if slot.key is not None and slot.key == self._last]
+        several = torch.tensor([int(bool(in_use))])
         all_reduce(several, self._topology.world, dist.ReduceOp.MAX)
         self._settled = not several.item()
         count = 2 if self._settled else 1
         needed = count * sum(map(sum, self._sizes.values()))
-        removed = [slot for slot in misfits if slot not in kept]
+        removed = [slot for slot in misfits if slot not in in_use]
         fitting_bytes = sum(slot.size_bytes for slot in memory.slots if self._fits(slot))
         more = needed - fitting_bytes - sum(slot.size_bytes for slot in removed)
         available = available_bytes()  # before any rank takes more
@@ -395,7 +397,7 @@ class LocalSaver:
             for role, sizes in self._sizes.items():
                 fitting = [s for s in memory.slots if s.role == role and self._fits(s)]
                 fitting += [memory.add(role, *sizes) for _ in range(count - len(fitting))]
-                for slot in fitting if role == OWN else ():
+                for slot in fitting if role == PRIMARY else ():
                     self.note = slot.memory.pin(self._device, FLAG) or self.note
 
 

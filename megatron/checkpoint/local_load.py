@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.load import load_counters, read_state, use_loaded
-from megatron.checkpoint.memory_file import OWN, Header, Key, MemoryFile
+from megatron.checkpoint.memory_file import PRIMARY, Header, Key, MemoryFile
 from megatron.checkpoint.reader import Targets
 from megatron.checkpoint.shards import Entries, Shard, Stored, named, overlap
 from megatron.checkpoint.tensors import Tensors, clear_padding, tensors_to_load
@@ -35,7 +35,7 @@ from megatron.parallel.topology import Group, Topology
 _ROUND_BYTES = 64 << 20  # bytes that a rank receives at a time, if no part of a shard is larger
 
 
-class Found(NamedTuple):
+class LocalCheckpoint(NamedTuple):
     """A local checkpoint that is complete and undamaged; the same on every rank but for `headers`.
 
     state       counters that the caller gave when saving
@@ -100,7 +100,7 @@ def choose(
     for holder, inventory in enumerate(inventories):
         for held in inventory:
             of_rank = saves.setdefault(Key(*held.key), {})
-            if held.rank not in of_rank or held.role == OWN:
+            if held.rank not in of_rank or held.role == PRIMARY:
                 of_rank[held.rank] = held, holder
     rejected = []
     for key in sorted(saves, reverse=True):
@@ -133,7 +133,7 @@ def find_local(
     compared: bool = False,
     alive: Alive = nothing,
     say: Callable[[str], object] = lambda text: None,
-) -> Found | None:
+) -> LocalCheckpoint | None:
     """Return the newest local checkpoint that is complete and undamaged; None if there is none.
 
     All ranks call it.
@@ -179,7 +179,7 @@ def find_local(
                 told = first.state, first.engine, first.about
             told = broadcast_object(told, world, holder)
             assert told is not None, "its holder gave it"
-            return Found(chosen.key, *told, chosen.size_bytes, headers)
+            return LocalCheckpoint(chosen.key, *told, chosen.size_bytes, headers)
         rejected = []
         for holder, held in enumerate(inventories):
             for one in [one for one in held if one.slot in all_damaged[holder]]:
@@ -191,7 +191,7 @@ def find_local(
 
 
 def load_local(
-    found: Found,
+    checkpoint: LocalCheckpoint,
     memory: MemoryFile,
     engine: Engine,
     topology: Topology,
@@ -206,11 +206,11 @@ def load_local(
     averaged = config.optimizer.ema_decay is not None
     clear_padding(engine, optimizer=True)
     tensors = tensors_to_load(engine, optimizer=True, averaged=averaged)
-    source = _Memories(found, memory, tensors, topology)
+    source = _Memories(checkpoint, memory, tensors, topology)
     read_state(source, list(tensors.items()), engine.chunks, topology, alive)
-    load_counters(engine, found.engine, found.where)
+    load_counters(engine, checkpoint.engine, checkpoint.where)
     use_loaded(engine, averaged)
-    memory.copies_compared(min(memory.compared, found.iteration))
+    memory.copies_compared(min(memory.compared, checkpoint.iteration))
     return int(all_reduce(torch.tensor([source.received]), topology.world).item())
 
 
@@ -295,18 +295,18 @@ class _Memories:
     """
 
     def __init__(
-        self, found: Found, memory: MemoryFile, tensors: Tensors, topology: Topology
+        self, checkpoint: LocalCheckpoint, memory: MemoryFile, tensors: Tensors, topology: Topology
     ) -> None:
-        self.where = found.where
+        self.where = checkpoint.where
         self.received = 0
         self._memory = memory
-        self._headers = found.headers
+        self._headers = checkpoint.headers
         self._topology = topology
         self._stored: dict[str, Stored] = {}
-        self._own: dict[tuple[str, Shard], int] = {}  # slots of the shards in this rank's memory
+        self._local: dict[tuple[str, Shard], int] = {}  # slots of the shards in this rank's memory
         self._rounds = list[_Round]()
         world = topology.world
-        asked = _share(self._take_own(tensors), world)
+        asked = _share(self._take_local(tensors), world)
         if any(asked):
             answers = [
                 _SentPart(to, name, *part)
@@ -328,7 +328,7 @@ class _Memories:
         sizes = [sum(shard.length for _, _, shard in each.receives) for each in self._rounds]
         self._buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8)
 
-    def _take_own(self, tensors: Tensors) -> list[tuple[str, Index, Index]]:
+    def _take_local(self, tensors: Tensors) -> list[tuple[str, Index, Index]]:
         """Note this rank's own shards of its tensors.
 
         Returns (name, offset, sizes) of the views of which it lacks a part.
@@ -345,9 +345,9 @@ class _Memories:
                         overlap(shard.offset, shard.sizes, offset, tuple(view.shape))
                         for offset, view in shards.views.items()
                     ):
-                        own = shard._replace(file=f"slot{index}")
-                        entry["boxes"].append(own)
-                        self._own[name, own] = index
+                        local = shard._replace(file=f"slot{index}")
+                        entry["boxes"].append(local)
+                        self._local[name, local] = index
             for offset, view in shards.views.items():
                 if _covered(self._stored.get(name), offset, view) != view.numel():
                     needs.append((name, offset, tuple(view.shape)))
@@ -410,8 +410,8 @@ class _Memories:
         A rank ends the messages of a round before it begins the next.
         """
         for name, shard in shards:
-            if (name, shard) in self._own:
-                values = self._values(self._own[name, shard], shard.start, shard.length)
+            if (name, shard) in self._local:
+                values = self._values(self._local[name, shard], shard.start, shard.length)
                 yield name, shard, _typed(values, stored[name]["dtype"], shard.sizes)
         for each in self._rounds:
             self._exchange(each)

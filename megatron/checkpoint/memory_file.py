@@ -29,7 +29,7 @@ from megatron.checkpoint.tensors import HostMemory
 from megatron.errors import CheckpointError
 from megatron.untrusted import parse_json
 
-OWN = "own"
+PRIMARY = "primary"
 COPY = "copy"
 
 _TABLE_BYTES = 1 << 16
@@ -92,7 +92,7 @@ class MemorySlot:
     start         its first byte in the file
     data_bytes    room for the copy
     header_bytes  room for the header, behind it
-    role          OWN for the rank's shards, COPY for those of another rank
+    role          PRIMARY for the rank's shards, COPY for those of another rank
     key           the save in it; None if it is empty or being written
     """
 
@@ -150,9 +150,9 @@ class MemorySlot:
         text = bytes(header[at : at + length])
         if digest(text).encode() != header[_LENGTH_BYTES:at]:
             raise CheckpointError("the header is damaged: its digest does not match its content")
-        found = Header.parse(text)
-        self.key = found.key
-        return found
+        parsed = Header.parse(text)
+        self.key = parsed.key
+        return parsed
 
     def digest(self, size: int, alive: Callable[[], None]) -> str:
         """Return the digest of the first `size` bytes; Python's lock is free most of the time."""

@@ -93,7 +93,7 @@ class Saved:
 
 
 class _Task:
-    """What a rank does by itself for a save: in a thread, or when the result is asked for.
+    """Task of one rank for a save: runs in a thread, or when the result is asked for.
 
     It does not communicate.
     """

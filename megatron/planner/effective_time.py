@@ -258,7 +258,7 @@ def _extra_lost_s(run: LongRun, kind: str) -> float:
 
 @dataclass(frozen=True)
 class _Job:
-    """What becomes of a job, on average.
+    """Mean course of a job.
 
     length_s  time from its first step to its end
     absent    share of the replicas that are lost

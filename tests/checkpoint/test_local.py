@@ -47,7 +47,7 @@ class Case(NamedTuple):
     compared: int | None = None
 
 
-DAMAGED = ((1, "own", 2), (3, "copy", 2))  # the shards of rank 1
+DAMAGED = ((1, "primary", 2), (3, "copy", 2))  # the shards of rank 1
 CASES = [
     Case("split", "tp2 sp pp2"),
     Case("experts, folded", "tp2 sp ep4 etp1 zero2"),

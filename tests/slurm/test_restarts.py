@@ -6,8 +6,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from benchmarks.faults import history
 from benchmarks.faults.job import run_well
 from tests.slurm.site import CAMPAIGN, FRONTIER, submit, wait_until
@@ -93,15 +91,6 @@ def controller(testbed, running):
         return
     path = {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
     testbed.ask("slurmctld", "-f", str(folder / "etc" / "slurm.conf"), env=path)
-
-
-@pytest.fixture
-def mended(testbed):
-    """Bring back the nodes in this list after the test."""
-    lost = []
-    yield lost
-    for name in lost:
-        testbed.control("add-node", name)
 
 
 def test_a_job_goes_on_without_its_controller_and_lost_nodes(testbed, tmp_path, mended):

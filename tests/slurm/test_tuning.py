@@ -12,8 +12,6 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 from benchmarks.faults.testbed import ENDED, output_of
 from megatron.jobs.result import HANG, OUT_OF_MEMORY
 from tests.helpers.launching import ROOT
@@ -215,15 +213,6 @@ def blocked_search(testbed, folder):
     hosts = [point["hosts"] for point, _ in journal(folder).values()]
     assert hosts == [["node01", "node02"], ["node03", "node04"]], job.text()
     return job, folder / "venv/bin/go"
-
-
-@pytest.fixture
-def mended(testbed):
-    """Return a list for names of nodes that a test has lost. They are restored when it ends."""
-    lost = []
-    yield lost
-    for name in lost:
-        testbed.control("add-node", name)
 
 
 def test_a_node_dies_and_the_search_goes_on_without_it(testbed, tmp_path, mended):

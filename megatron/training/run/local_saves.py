@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 
 from megatron.checkpoint.local import FLAG, LocalSaver, Replication, neighbour_jump
-from megatron.checkpoint.local_load import Found, find_local, load_local
+from megatron.checkpoint.local_load import LocalCheckpoint, find_local, load_local
 from megatron.checkpoint.memory_file import MemoryFile
 from megatron.checkpoint.settings import plain
 from megatron.checkpoint.shared_errors import decided_by_first
@@ -39,7 +39,7 @@ _MOST_US = 2**31 - 1
 
 @dataclass(frozen=True)
 class LocalMemory:
-    """What a training process has for local checkpoints, apart from the state.
+    """Memory and neighbours of a training process, for local checkpoints.
 
     memory       its memory file, with what earlier processes saved
     replication  where its neighbours are
@@ -80,7 +80,7 @@ class LocalMemory:
         memory = MemoryFile(membership.memory)
         return cls(memory, replication, generation.compared, generation.number > 0)
 
-    def find(self, topology: Topology, at_least: int, reporter: Reporter) -> Found | None:
+    def find(self, topology: Topology, at_least: int, reporter: Reporter) -> LocalCheckpoint | None:
         """Return the local checkpoint to continue from, if it is newer than that on disk."""
         if not self.restarted:
             return None
@@ -94,20 +94,27 @@ class LocalMemory:
         )
 
     def load(
-        self, found: Found, engine: Engine, topology: Topology, config: Config, reporter: Reporter
+        self,
+        checkpoint: LocalCheckpoint,
+        engine: Engine,
+        topology: Topology,
+        config: Config,
+        reporter: Reporter,
     ) -> None:
         """Load what `find` returned, and report it. Raises CheckpointError."""
         start = time.perf_counter()
-        received = load_local(found, self.memory, engine, topology, config, topology.flight.alive)
+        received = load_local(
+            checkpoint, self.memory, engine, topology, config, topology.flight.alive
+        )
         seconds = time.perf_counter() - start
         reporter.say(
-            f" loaded {found.where} in {seconds:.2f} s: {found.size_bytes / 1e9:.3f} GB, of which "
+            f" loaded {checkpoint.where} in {seconds:.2f} s: {checkpoint.size_bytes / 1e9:.3f} GB, of which "
             f"{received / 1e9:.3f} GB from other ranks"
         )
         reporter.publish(
             LocalCheckpointLoaded(
-                iteration=found.iteration,
-                size_bytes=found.size_bytes,
+                iteration=checkpoint.iteration,
+                size_bytes=checkpoint.size_bytes,
                 received_bytes=received,
                 elapsed_s=seconds,
             )
@@ -265,17 +272,17 @@ def build_local_saves(
     agreement: Agreement,
     reporter: Reporter,
     local: LocalMemory,
-    found: Found | None,
+    checkpoint: LocalCheckpoint | None,
     provenance: Callable[[int], Record],
 ) -> LocalSaves:
-    """Return the local saves of a run; `found`: what it has loaded. Raises CheckpointError."""
+    """Return the local saves of a run; `checkpoint`: what it has loaded. Raises CheckpointError."""
     topology = engine.topology
     saver = LocalSaver(
         local.memory,
         engine,
         topology,
         local.replication,
-        keep=None if found is None else found.key,
+        keep=None if checkpoint is None else checkpoint.key,
         alive=topology.flight.alive,
     )
     if saver.note:

@@ -358,9 +358,9 @@ def assemble(
     check_save_folder(config, topology, reporter)
     checkpoint = checkpoint_to_load(config, topology, reporter)
     on_disk = (iteration_of(checkpoint) or 0) if checkpoint is not None else 0
-    found = local.find(topology, on_disk, reporter) if local is not None else None
-    if found is not None:
-        stored: Stored | None = stored_in_memory(found, config)
+    in_memory = local.find(topology, on_disk, reporter) if local is not None else None
+    if in_memory is not None:
+        stored: Stored | None = stored_in_memory(in_memory, config)
     else:
         stored = None if checkpoint is None else stored_settings(checkpoint, config)
     settings = with_checkpoint_settings(config, stored, reporter)
@@ -381,8 +381,8 @@ def assemble(
     datasets, samples, build = build_data(config, topology, tokenizer, batches, reporter, continued)
     chunks, engine = build_model(config, sizes, topology, reporter)
     with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):
-        if local is not None and found is not None:
-            local.load(found, engine, topology, config, reporter)
+        if local is not None and in_memory is not None:
+            local.load(in_memory, engine, topology, config, reporter)
             progress = before
         else:
             progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
@@ -407,12 +407,12 @@ def assemble(
     signals.saving = lambda: saves is not None and saves.in_progress
     resumes = is_same_folder(config.checkpoint.load, config.checkpoint.save)
     if saves is not None and checkpoint and resumes:
-        saves.saved_iteration = progress.iteration if found is None else on_disk
+        saves.saved_iteration = progress.iteration if in_memory is None else on_disk
     local_saves = None
     if local is not None:
         assert saves is not None, "a job with restarts saves"
         local_saves = build_local_saves(
-            config, engine, agreement, reporter, local, found, saves.provenance
+            config, engine, agreement, reporter, local, in_memory, saves.provenance
         )
     wall_time = build_wall_time(
         config, sizes, topology, reporter, saves, started, batches, datasets

@@ -21,7 +21,7 @@ from megatron.training.run.schedules import (
 )
 
 if TYPE_CHECKING:  # slow to import, because of torch
-    from megatron.checkpoint.local_load import Found
+    from megatron.checkpoint.local_load import LocalCheckpoint
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ def stored_settings(folder: Path, config: Config) -> Stored:
     return _stored(folder, manifest.read_json(CONFIG), provenance, config)
 
 
-def stored_in_memory(found: Found, config: Config) -> Stored:
+def stored_in_memory(checkpoint: LocalCheckpoint, config: Config) -> Stored:
     """Return the settings and the progress in a local checkpoint. Raises CheckpointError."""
-    about = found.about
-    stored = _stored(Path(found.where), about["config"], about["provenance"], config)
-    return replace(stored, state=found.state)
+    about = checkpoint.about
+    stored = _stored(Path(checkpoint.where), about["config"], about["provenance"], config)
+    return replace(stored, state=checkpoint.state)
 
 
 def _stored(
