@@ -193,16 +193,23 @@ def run_job(
     logs: Path,
     env: Mapping[str, str] | None = None,
     arms: Arms | None = None,
+    limit_s: float = LIMIT_S,
 ) -> FaultJob:
-    """Run a job to its end. Raises Overdue."""
+    """Run a job to its end. Raises Overdue after `limit_s`."""
     with FaultJob(n, arguments, logs, env, arms=arms) as job:
-        job.wait()
+        job.wait(limit_s)
     return job
 
 
-def run_well(n: int, arguments: Sequence[str], logs: Path, arms: Arms | None = None) -> None:
-    """Run an undisturbed job. Raises RuntimeError with its output if it fails."""
-    job = run_job(n, arguments, logs, arms=arms)
+def run_well(
+    n: int,
+    arguments: Sequence[str],
+    logs: Path,
+    arms: Arms | None = None,
+    limit_s: float = LIMIT_S,
+) -> None:
+    """Run an undisturbed job. Raises Overdue after `limit_s`, RuntimeError if the job fails."""
+    job = run_job(n, arguments, logs, arms=arms, limit_s=limit_s)
     if any(job.codes):
         raise RuntimeError(f"an undisturbed run failed:\n{job.outputs()}")
 

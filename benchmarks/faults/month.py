@@ -300,7 +300,8 @@ def campaign(
     )
     undisturbed = folder / "whole"
     began = time.monotonic()
-    run_well(RANKS, arguments(undisturbed, undisturbed, last), folder / "logs_whole")
+    flags = arguments(undisturbed, undisturbed, last)
+    run_well(RANKS, flags, folder / "logs_whole", limit_s=JOB_LIMIT_S)
     say(f"undisturbed: {time.monotonic() - began:.0f} s")
     metrics = folder / "metrics"
     size = sum(file.stat().st_blocks * 512 for file in history.newest(undisturbed).iterdir())
