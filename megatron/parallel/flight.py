@@ -19,6 +19,7 @@ import json
 import mmap
 import os
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -386,6 +387,7 @@ class FlightFile:
             folder = shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
         self._path = folder / file_name(launch)
         start = launch.local_rank * _PAGE
+        self._lock = threading.Lock()  # the watchdog's thread reads while another one closes
         self._fd = -1
         try:
             self._fd = os.open(
@@ -413,10 +415,15 @@ class FlightFile:
             self._path.unlink(missing_ok=True)
 
     def states(self) -> list[FlightState]:
-        """Return the records that ranks on this node have written, in order of local rank."""
+        """Return the records that ranks on this node have written, in order of local rank.
+
+        Returns none once the file is closed.
+        """
+        with self._lock:
+            size = os.fstat(self._fd).st_size if self._fd >= 0 else 0
+            pages = [os.pread(self._fd, RECORD_BYTES, start) for start in range(0, size, _PAGE)]
         live = []
-        for start in range(0, os.fstat(self._fd).st_size, _PAGE):
-            page = os.pread(self._fd, RECORD_BYTES, start)
+        for page in pages:
             state = FlightState.read(page) if len(page) == RECORD_BYTES else None
             if state is not None:
                 process = process_state(state.pid, state.process_start)
@@ -435,9 +442,10 @@ class FlightFile:
         self._close()
 
     def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
 
 
 # -- when calls and computations ran on a device -------------------------------------------------

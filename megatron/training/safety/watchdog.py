@@ -122,6 +122,7 @@ class Watchdog:
     def stop(self) -> None:
         """Stop watching. Call this at the end of a run, where ranks leave one after another."""
         self._stopped.set()
+        self._cleared.set()
         self.rendezvous.on_inquiry = None
         self.rendezvous.judged.set()
         faulthandler.unregister(_DUMP_SIGNAL)
@@ -184,7 +185,8 @@ class Watchdog:
                     return
                 if self._cleared.wait(4 * _ANSWER_S + 2 * self.rendezvous.pause_s):
                     return
-        self._report_alone()
+        if not self._stopped.is_set():
+            self._report_alone()
 
     def _ask_all(self, store: dist.Store) -> None:
         """Ask all ranks for their state, judge, and announce the verdict."""
@@ -208,6 +210,8 @@ class Watchdog:
             }
 
         seen = bounded(gather, 4 * _ANSWER_S + rendezvous.pause_s)
+        if self._stopped.is_set():
+            return
         locations = bounded(lambda: rendezvous.locations, _ANSWER_S) if len(seen) < size else ()
         verdict = judge(seen, layout, self.limit_s, locations)
         if verdict is None:
@@ -233,6 +237,8 @@ class Watchdog:
         assert state is not None, "the rendezvous has described it"
         store.set(f"hang/{number}/{rank}", state.to_json())
         states, is_first = self._neighbours(number)
+        if self._stopped.is_set():
+            return
         for state in states:
             if is_first and state.inquiry != number:
                 store.set(f"hang/{number}/{state.rank}", state.to_json())
@@ -291,6 +297,8 @@ class Watchdog:
         """
         self._record_state(_ALONE)
         states, is_first = self._neighbours(_ALONE)
+        if self._stopped.is_set():  # meanwhile this rank has left the job, or its generation
+            return
         layout = self.topology.layout
         seen = {state.rank: state for state in states}
         verdict = judge(seen, layout, self.limit_s)
