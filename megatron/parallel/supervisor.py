@@ -57,7 +57,9 @@ from megatron.parallel.topology import compress_ranks
 
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 _RESTARTABLE = (1, EXIT_LOST_RANK)  # exit codes after which a process may be started anew
-_FAULTS = 2  # faults of a node after which spares take its place
+# Faults of a node after which spares take its place; without spares, the job goes on without it if
+# no step was completed since the last one.
+_FAULTS = 2
 _WITHOUT_PROGRESS = 3  # restarts in a row after which no step was completed, before the job ends
 _BEAT_S = 2.0  # interval of the signs of life that one supervisor of each node gives
 _SILENT_S = 20.0  # a node without a sign of life for this long is lost
@@ -617,6 +619,8 @@ class Supervisor:
         good = [task for task in tasks if self._faults[task.node] < _FAULTS]
         if len(good) >= size:
             tasks = good
+        elif self._futile and (smaller := self.limits.smaller(len(good))):
+            tasks, size = good, smaller
         elif len(tasks) < size:
             size = self.limits.smaller(len(tasks))
         problem = ""

@@ -326,6 +326,16 @@ def test_without_spares_the_job_shrinks_or_ends(size):
             assert "2 processes are left, too few" in job.said[0]
 
 
+def test_a_node_that_dies_at_once_again_is_dropped():
+    with Job(trains(2, progresses=False), n=3, nodes=True, smaller=lambda left: min(left, 2)) as job:
+        for generation in range(2):
+            job.until(lambda g=generation: all(task._generation == g for task in job.tasks))
+            job.kill(1)
+        assert job.end() == [0, 0, 0]
+        assert [task._rank for task in job.tasks] == [0, None, 1]
+        assert job.decision["restarts"] == {"in-process": 4, "forked": 1}
+
+
 class _Lost:
     """A store whose host is lost."""
 
