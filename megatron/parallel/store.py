@@ -191,13 +191,14 @@ class StoreConnection:
         """Return the values of keys that exist."""
         return [value for batch in batches(keys) for value in self.store.multi_get(batch)]
 
-    def ranks_without(self, kind: str, most: int) -> list[int]:
-        """Return the first ranks without a key `kind/rank`, at most `most`.
+    def ranks_without(self, kind: str, most: int, among: Sequence[int] = ()) -> list[int]:
+        """Return the first ranks, of those of `among` or all, without a key `kind/rank`.
 
-        Ranges are bisected, so that a few missing keys take only a few requests.
+        Returns at most `most`. Ranges are bisected, so that a few missing keys take only a few
+        requests.
         """
         missing: list[int] = []
-        ranges = list(batches(range(self.launch.world_size)))[::-1]
+        ranges = list(batches(among or range(self.launch.world_size)))[::-1]
         while ranges and len(missing) < most:
             ranks = ranges.pop()
             if self.store.check([f"{kind}/{rank}" for rank in ranks]):

@@ -573,6 +573,7 @@ class Supervisor:
             self._ready = True
             mine = Task(self.launch.task, self.launch.node, self._rank, survives, self._reached)
             self._set(f"ready/{number}/{self.launch.task}", [*mine, self._saved])
+            self._count(f"ready/{number}", 1)
         if self.leads and self._get(f"generation/{number}") is None:
             self._lead(number, waited_s)
         decision = self._get(f"generation/{number}")
@@ -585,25 +586,23 @@ class Supervisor:
     def _lead(self, number: int, waited_s: float) -> None:
         """Decide on the next generation, once all tasks that live are ready."""
         tasks = [task for task in range(self.launch.world_size) if task not in self._lost]
-        ready = self._present(f"ready/{number}", tasks)
-        if len(ready) < len(tasks):
-            late = set(tasks) - set(ready)
-            alive = set(self._present(f"alive/{number}", sorted(late)))
-            answer_s = ANSWER_S + self.store.pause_s
+        answer_s = ANSWER_S + self.store.pause_s
+        if waited_s < answer_s and self._count(f"ready/{number}") < len(tasks):
+            return
+        late = self._without(f"ready/{number}", tasks)
+        if late:
+            alive = late - self._without(f"alive/{number}", sorted(late))
             if waited_s < answer_s or (alive and waited_s < self.limits.leaving_s + 2 * answer_s):
                 return
+        ready = [task for task in tasks if task not in late]
         values = self._values([f"ready/{number}/{task}" for task in ready])
         self._saved = any(value[-1] for value in values)
-        self._lost |= set(tasks) - set(ready)
+        self._lost |= late
         self._decide(number, [Task(*value[:-1]) for value in values])
 
-    def _present(self, kind: str, tasks: Sequence[int]) -> list[int]:
-        """Return the tasks that have a key of this kind."""
-        keys = [f"{kind}/{task}" for task in tasks]
-        store = self.store.store
-        if self._ask(lambda: all(store.check(some) for some in batches(keys))):
-            return list(tasks)
-        return [task for task, key in zip(tasks, keys, strict=True) if self._has(key)]
+    def _without(self, kind: str, tasks: Sequence[int]) -> set[int]:
+        """Return the tasks that do not have a key of this kind."""
+        return set(self._ask(lambda: self.store.ranks_without(kind, len(tasks), tasks)))
 
     def _decide(self, number: int, tasks: Sequence[Task]) -> None:
         """Write the places of the tasks in the next generation, or that there is none."""
