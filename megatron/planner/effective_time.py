@@ -55,6 +55,11 @@ class LongRun:
     repair_s              time after which a node that failed can be used again
     take_nodes            kinds of faults after which a node is not used any more
     restarts              restarts within the job after a fault of each kind, if not one
+    last_restarts         restarts without a step after a faulty device for which there is no other
+                          node, before the job ends
+    end_s                 seconds from a fault that ends a job to its end; None: those until the loss
+                          of a node is detected
+    in_recovery           whether faults occur also during recoveries and starts
     """
 
     nodes: int
@@ -81,6 +86,9 @@ class LongRun:
     repair_s: float = DAY_S
     take_nodes: tuple[str, ...] = TAKE_NODES
     restarts: Mapping[str, int] = field(default_factory=lambda: RESTARTS)
+    last_restarts: int = 3
+    end_s: float | None = None
+    in_recovery: bool = True
 
     def __post_init__(self) -> None:
         if self.disk_steps < 1 or (self.local_steps and self.disk_steps % self.local_steps):
@@ -103,6 +111,11 @@ class LongRun:
     def restarts_of(self, kind: str) -> int:
         """Return the number of restarts within the job that a fault of this kind costs."""
         return self.restarts.get(kind, 1)
+
+    @property
+    def ending_s(self) -> float:
+        """Seconds from a fault that ends a job to its end."""
+        return self.detection("node") if self.end_s is None else self.end_s
 
     @property
     def save_s(self) -> float:
@@ -157,15 +170,21 @@ def effective_time(run: LongRun) -> EffectiveTime:
     within, down_s = _within_job(run, job.kept)
     # A fault during the start of a job leads to a restart within it.
     total = _rate_within(run, job.kept)
-    start_s = -math.expm1(-total * run.start_s) / total if total else run.start_s
-    again_s = -math.expm1(-total * run.start_s) * down_s
+    start_s, again_s = run.start_s, 0.0
+    if total and run.in_recovery:
+        start_s = -math.expm1(-total * run.start_s) / total
+        again_s = -math.expm1(-total * run.start_s) * down_s
     # A job that breaks loses the steps since its last checkpoint on disk; others save in the end.
-    detection_s = job.broken * run.detection("node")
+    detection_s = job.broken * run.ending_s
+    again_s += job.broken_by_device * run.last_restarts * run.restart_s
     last_save_s = (1 - job.broken) * (run.disk_stall_s + run.disk_lag_s)
     cycle_s = job.length_s + run.queue_s + start_s + again_s + detection_s + last_save_s
     share = job.length_s / cycle_s
     training = share * within.effective * (1 - job.absent)
-    rework_s = job.broken * (run.disk_s / 2 + run.disk_lag_s) * (1 - job.absent)
+    # A job begins at a checkpoint. If it ends after a time that is exponentially distributed, this
+    # much is since the last one; half of the interval for long jobs.
+    since_s = job.length_s - run.disk_s / math.expm1(run.disk_s / job.length_s)
+    rework_s = job.broken * (since_s + run.disk_lag_s) * (1 - job.absent)
     lost = min(rework_s / cycle_s, training)
     return EffectiveTime(
         effective=training - lost,
@@ -217,10 +236,12 @@ def _within_job(run: LongRun, kept: float) -> tuple[EffectiveTime, float]:
 
     # A fault during a recovery begins a new one: with q the mean of exp(-total * recovery), a fault
     # and all that follow until the next step take (1 - q) / (q * total) on average.
-    q = mean({kind: math.exp(-total * (detection[kind] + restarts[kind])) for kind in weights})
-    down_s = (1 - q) / (q * total)
-    cycle_s = 1 / total + down_s
     stopped_s = mean(detection) + mean(restarts)
+    down_s = stopped_s
+    if run.in_recovery:
+        q = mean({kind: math.exp(-total * (detection[kind] + restarts[kind])) for kind in weights})
+        down_s = (1 - q) / (q * total)
+    cycle_s = 1 / total + down_s
     detecting = mean(detection) / stopped_s if stopped_s else 0.0
     # Daly: of a time without faults, exponentially distributed, the complete intervals count.
     done_s = work_s / math.expm1(total * (work_s + stall_s))
@@ -263,20 +284,22 @@ class _Job:
     length_s  time from its first step to its end
     absent    share of the replicas that are lost
     broken    probability that it breaks: a fault ends it, without a save
+    broken_by_device  probability that a faulty device does so for lack of another node
     kept      share of the lost nodes without which it goes on
     """
 
     length_s: float
     absent: float
     broken: float
+    broken_by_device: float
     kept: float
 
 
 def _job(run: LongRun) -> _Job:
     spares = _spares(run)
-    lost = run.rate(*run.take_nodes)
     # The store is on the first node, without which no job goes on.
-    store = lost / run.nodes
+    store = run.rate(*run.take_nodes) / run.nodes
+    lost = run.rate(*run.take_nodes) - store  # without the first node
     ends = run.rate("maintenance") + store
     limit_s = max(run.job_s - run.start_s, run.step_s) if run.job_s else math.inf
     limit_s = min(limit_s, run.days * DAY_S)
@@ -284,7 +307,7 @@ def _job(run: LongRun) -> _Job:
     # One lost node more than the last i ends the job.
     both = lost + ends
     if not both:
-        return _Job(limit_s, 0.0, 0.0, 1.0)
+        return _Job(limit_s, 0.0, 0.0, 0.0, 1.0)
     times = [
         (lost / both) ** i / both * _more_than(i, both * limit_s)
         for i in range(spares + run.droppable + 1)
@@ -292,8 +315,9 @@ def _job(run: LongRun) -> _Job:
     length_s = sum(times)
     absent = sum((i - spares) / run.replicas * time for i, time in enumerate(times) if i > spares)
     broken = min(lost * times[-1] + store * length_s, 1.0)
-    kept = 1 - broken / (lost * length_s) if lost else 1.0
-    return _Job(length_s, absent / length_s, broken, max(kept, 0.0))
+    by_device = run.rate("device") * times[-1] * (1 - 1 / run.nodes)
+    kept = 1 - broken / ((lost + store) * length_s) if lost else 1.0
+    return _Job(length_s, absent / length_s, broken, by_device, max(kept, 0.0))
 
 
 def _more_than(i: int, mean: float) -> float:

@@ -122,7 +122,10 @@ class _Simulation:
 
     def pause(self, parts: list[tuple[str, float]]) -> bool:
         """Let parts of a recovery pass, or less if a fault comes; return whether the job goes on."""
+        run = self.run
         for name, seconds in parts:
+            if not run.in_recovery:
+                self.fault_at += seconds
             if self.now + seconds > self.fault_at:
                 self.spend(name, self.fault_at - self.now)
                 return self.now >= self.end or self.fault()
@@ -268,9 +271,12 @@ class _Simulation:
                 self.spares -= 1
             else:
                 self.dropped += 1
-            if self.dropped > run.droppable or self.chance.random() < 1 / run.nodes:
+            of_store = self.chance.random() < 1 / run.nodes
+            if self.dropped > run.droppable or of_store:
                 self.back_to(self.complete_on_disk())
-                self.spend("detection", run.detection("node"))
+                if kind == "device" and not of_store:
+                    self.spend("restarts", run.last_restarts * run.restart_s)
+                self.spend("detection", run.ending_s)
                 return False
         self.back_to(state)
         self.restarts += run.restarts_of(kind)

@@ -23,6 +23,15 @@ RUNS = {
     "corruption and hangs": replace(
         RUN, rates={"corruption": 5e-3, "hang": 3e-3, "slow": 3e-3, "maintenance": 1e-3}
     ),
+    "compressed time": replace(
+        RUN,
+        nodes=16,
+        rates={"device": 1.0, "node": 0.5},
+        disk_steps=20,
+        in_recovery=False,
+        end_s=30.0,
+        spare_nodes=2,
+    ),
 }
 
 
