@@ -35,10 +35,13 @@ class Timeline:
     wall_s     time from the first start to the last end
     seconds    time by share
     step_s     median time of a step
-    faults     number of faults by kind
+    faults     number of faults by kind of the model, see kind_of
     detection  seconds from each fault of a kind to its detection
+    recovery   seconds from each fault to the next step of the job, without that step, by case;
+               None for faults that stop nothing
     restarts   seconds of each restart within the job, to its first step
     starts     seconds of each start, to its first step
+    breaks     seconds from the last step of each job that a fault has ended to its end
     saves      seconds of each stall by a save, to disk ("checkpoint") and "local_checkpoint"
     delays     seconds from the begin of each such save until it counts
     ends       seconds from the last step to the end of each job that left by itself
@@ -52,8 +55,10 @@ class Timeline:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     faults: Counter[str] = field(default_factory=Counter)
     detection: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    recovery: dict[str, list[float | None]] = field(default_factory=lambda: defaultdict(list))
     restarts: list[float] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
+    breaks: list[float] = field(default_factory=list)
     saves: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     delays: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     ends: list[float] = field(default_factory=list)
@@ -68,10 +73,11 @@ class Timeline:
     def lines(self) -> Iterator[str]:
         """Yield lines that describe the faults and what became of them."""
         yield f"steps of {1000 * self.step_s:.1f} ms; {self.lost} steps were repeated"
-        for kind, count in self.faults.most_common():
-            times = self.detection.get(kind)
-            seen = f", detected after {fmean(times):.2f} s on average" if times else ""
-            yield f"  {count:3} {kind}{seen}"
+        yield f"{'fault':30} {'number':>6} {'s to the next step: median':>27} {'worst':>7}"
+        for case, outages in sorted(self.recovery.items()):
+            stopped = [one for one in outages if one is not None]
+            seconds = f"{median(stopped):27.2f} {max(stopped):7.2f}" if stopped else ""
+            yield f"{case:30} {len(outages):6} {seconds}".rstrip()
         timed = {"restarts": self.restarts, "starts": self.starts} | {
             f"stalls ({event})": times for event, times in self.saves.items()
         }
@@ -91,6 +97,10 @@ def timeline(metrics: Path, marks: Path, starts: Sequence[Start]) -> Timeline:
     marks    folder in which each fault has left a file with its time
     """
     faults = [json.loads(mark.read_text()) for mark in marks.glob("fault_???")]
+    due = [json.loads(mark.read_text()) for mark in marks.glob("due_???")]
+    due = [
+        {**mark, "kind": "process", "moment": "step"} for mark in due if mark["moment"] == "restart"
+    ]
     again = [float(mark.name.removeprefix("again_")) for mark in marks.glob("again_*")]
     records = history.records(metrics)
     durations = [
@@ -98,17 +108,55 @@ def timeline(metrics: Path, marks: Path, starts: Sequence[Start]) -> Timeline:
         for one, two in pairwise(records)
         if one["event"] == two["event"] == "iteration"
     ]
-    found = Timeline(starts[-1].ended - starts[0].begun, median(durations))
-    found.faults.update(fault["kind"] for fault in faults)
+    result = Timeline(starts[-1].ended - starts[0].begun, median(durations))
+    for fault in faults:
+        result.faults[kind_of(fault)] += 1
+        result.recovery[case_of(fault)].append(_recovery(fault, records, starts, result.step_s))
+    result.faults["process"] += len(due)
     for record in records:
         if record["event"] in SAVES:
-            found.saves[record["event"]].append(record["stall_s"])
-            found.delays[record["event"]].append(record["elapsed_s"])
+            result.saves[record["event"]].append(record["stall_s"])
+            result.delays[record["event"]].append(record["elapsed_s"])
     restarts = sum(record["event"] == "restart" for record in records)
     local = sum(record["event"] == "local_checkpoint_loaded" for record in records)
-    found.states.update({"memory": local, "disk": restarts - local})
-    _Accounts(found, records, faults, again, starts).settle()
-    return found
+    result.states.update({"memory": local, "disk": restarts - local})
+    _Accounts(result, records, [*faults, *due], again, starts).settle()
+    return result
+
+
+def case_of(fault: Mapping[str, Any]) -> str:
+    """Return what a fault is called in the table."""
+    case = str(fault["kind"]) + (f" of {fault['flip']}" if fault["flip"] else "")
+    return case + (f" during a {fault['moment']}" if fault["moment"] != "step" else "")
+
+
+def kind_of(fault: Mapping[str, Any]) -> str:
+    """Return the kind of fault as which the model counts it.
+
+    Only a flipped weight trains on. Flipped bits of local checkpoints cost as much as the death of
+    the process that follows, and those on disk a new start.
+    """
+    kinds = {"memory": "process", "disk": "maintenance"}
+    return kinds.get(fault["flip"], str(fault["kind"]))
+
+
+def _recovery(
+    fault: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    starts: Sequence[Start],
+    step_s: float,
+) -> float | None:
+    """Return the seconds from a fault to the job's next step after a restart or a new start."""
+    if fault["kind"] in ("slow", "storage"):
+        return None
+    again = [float(record["time"]) for record in records if record["event"] == "restart"]
+    again += [start.begun for start in starts]
+    begun = min((at for at in again if at > fault["time"]), default=None)
+    if begun is None:
+        return None
+    steps = (float(r["time"]) for r in records if r["event"] == "iteration")
+    step = min((at for at in steps if at > begun), default=begun)
+    return max(step - float(fault["time"]) - step_s, 0.0)
 
 
 class _Accounts:
@@ -116,13 +164,13 @@ class _Accounts:
 
     def __init__(
         self,
-        found: Timeline,
+        result: Timeline,
         records: Sequence[Mapping[str, Any]],
         faults: Sequence[Mapping[str, Any]],
         again: Sequence[float],
         starts: Sequence[Start],
     ) -> None:
-        self.found = found
+        self.result = result
         # Faults that stop training at once, with their kinds.
         self.faults = sorted(
             [(f["time"], f["kind"]) for f in faults] + [(at, "device") for at in again]
@@ -143,18 +191,18 @@ class _Accounts:
         self.events = sorted(numbered, key=lambda event: event[0])
 
     def settle(self) -> None:
-        found = self.found
+        result = self.result
         previous = self.events[0]
         for event in self.events[1:]:
             at, kind, record, number = event
             start, before, *_ = previous
             counts = number in self.counts
             if kind == "iteration":
-                found.lost += not counts
+                result.lost += not counts
             if before == "iteration" and kind == "iteration":
                 self._step(start, at, record["iteration"], counts)
             elif before in ("begin", "restart") and kind == "iteration":
-                step_s = min(found.step_s, at - start)
+                step_s = min(result.step_s, at - start)
                 self._add("effective" if counts else "lost_steps", step_s)
                 self._recovered("starts" if before == "begin" else "restarts", at - start - step_s)
             elif kind == "restart":
@@ -165,7 +213,7 @@ class _Accounts:
             else:
                 self._add("queue", at - start)
             previous = event
-        self.found.ways += self._ways()
+        self.result.ways += self._ways()
 
     def _ways(self) -> Counter[str]:
         """Return how ranks came back; the numbers in the records are of one job so far."""
@@ -181,15 +229,15 @@ class _Accounts:
         return ways + Counter({"new starts of the job": begins - 1})
 
     def _add(self, share: str, seconds: float) -> None:
-        self.found.seconds[share] += seconds
+        self.result.seconds[share] += seconds
 
     def _recovered(self, share: str, seconds: float) -> None:
         """Add the end of a restart or a start, whose begin has been added."""
         self._add(share, seconds)
         if share == "restarts":
-            self.found.restarts[-1] += seconds
+            self.result.restarts[-1] += seconds
         else:
-            self.found.starts.append(seconds)
+            self.result.starts.append(seconds)
 
     def _step(self, start: float, at: float, iteration: int, counts: bool) -> None:
         if not counts:
@@ -201,7 +249,9 @@ class _Accounts:
             stalled += seconds if time > start else 0.0
         stalled = min(stalled, at - start)
         self._add("saves", stalled)
-        slow = max(at - start - stalled - self.found.step_s, 0.0) if iteration in self.slow else 0.0
+        slow = (
+            max(at - start - stalled - self.result.step_s, 0.0) if iteration in self.slow else 0.0
+        )
         self._add("slow_ranks", slow)
         self._add("effective", at - start - stalled - slow)
 
@@ -218,25 +268,26 @@ class _Accounts:
         self._add("restarts", at - detected)
         if fault:
             self.faults.remove(fault)
-            self.found.detection[fault[1]].append(detected - begin)
-        self.found.restarts.append(at - detected)
+            self.result.detection[fault[1]].append(detected - begin)
+        self.result.restarts.append(at - detected)
 
     def _end(self, start: float, at: float, codes: Sequence[int], before: str) -> None:
         """Add the time from the last event of a job to its end."""
         if before != "iteration":
-            self._add("starts", at - start)
+            self._add("starts" if before == "begin" else "restarts", at - start)
         elif all(code in (0, -9) for code in codes):
             self._add("saves", at - start)
-            self.found.ends.append(at - start)
+            self.result.ends.append(at - start)
         else:
             fault = self._fault_between(start, at)
             if fault:
                 self.faults.remove(fault)
             self._add("detection", at - start)
+            self.result.breaks.append(at - start)
 
 
 def predicted_run(
-    found: Timeline,
+    measured: Timeline,
     ranks: int,
     spares: int,
     local_steps: int,
@@ -247,37 +298,41 @@ def predicted_run(
 
     slow  number of steps for which a rank is slow, and seconds by which each of them takes longer
 
-    Its nodes have one rank each. A full disk stops nothing here, and a slow rank recovers by itself.
+    Its nodes have one rank each. Faults occur at steps, so their rates are those of the time in which
+    the job trains. A full disk stops nothing here, and a slow rank recovers by itself.
     """
 
     def mean(times: Sequence[float]) -> float:
         return fmean(times) if times else 0.0
 
-    days = found.wall_s / DAY_S
+    down = ("detection", "restarts", "starts", "queue")
+    days = (measured.wall_s - sum(measured.seconds[share] for share in down)) / DAY_S
     steps, more_s = slow
-    slow_s = steps * (found.step_s + more_s)
+    slow_s = steps * (measured.step_s + more_s)
     return LongRun(
         nodes=ranks,
-        rates={kind: count / (ranks * days) for kind, count in found.faults.items()},
-        days=days,
+        rates={kind: count / (ranks * days) for kind, count in measured.faults.items()},
+        days=measured.wall_s / DAY_S,
         spare_nodes=spares,
-        step_s=found.step_s,
+        step_s=measured.step_s,
         local_steps=local_steps,
-        local_stall_s=mean(found.saves["local_checkpoint"]),
-        local_lag_s=mean(found.delays["local_checkpoint"]),
+        local_stall_s=mean(measured.saves["local_checkpoint"]),
+        local_lag_s=mean(measured.delays["local_checkpoint"]),
         disk_steps=disk_steps,
-        disk_stall_s=mean(found.saves["checkpoint"]),
-        disk_lag_s=mean(found.delays["checkpoint"]),
-        detection_s={kind: mean(times) for kind, times in found.detection.items()}
+        disk_stall_s=mean(measured.saves["checkpoint"]),
+        disk_lag_s=mean(measured.delays["checkpoint"]),
+        detection_s={kind: mean(times) for kind, times in measured.detection.items()}
         | {"slow": slow_s},
-        slowdown=1 + more_s / found.step_s,
-        restart_s=mean(found.restarts),
-        start_s=mean(found.starts),
+        slowdown=1 + more_s / measured.step_s,
+        restart_s=mean(measured.restarts),
+        start_s=mean(measured.starts),
         restarts={"device": 2, "maintenance": 0, "slow": 0, "storage": 0},
+        end_s=mean(measured.breaks),
+        in_recovery=False,
     )
 
 
-def compare(found: Timeline, run: LongRun) -> list[str]:
+def compare(measured: Timeline, run: LongRun) -> list[str]:
     """Return lines with the measured shares beside the model's, with those of 90 of 100 months."""
     closed = effective_time(run)
     months = simulate_months(run, _MONTHS)
@@ -289,7 +344,7 @@ def compare(found: Timeline, run: LongRun) -> list[str]:
         simulated = [getattr(month.shares, name) for month in months]
         low, high = quantile(simulated, 0.05), quantile(simulated, 0.95)
         lines.append(
-            f"{name.replace('_', ' '):16} {100 * found.seconds[name] / found.wall_s:8.2f} % "
+            f"{name.replace('_', ' '):16} {100 * measured.seconds[name] / measured.wall_s:8.2f} % "
             f"{100 * getattr(closed, name):8.2f} % {100 * low:10.2f} to {100 * high:.2f} %"
         )
     return lines
