@@ -55,6 +55,13 @@ CAMPAIGNS = {
             "benchmarks/prove_resume.py",
         ),
     ),
+    "month": Campaign(
+        "a job meets a month's faults at published rates, on this machine and under Slurm (root); its "
+        "losses and weights are those of an undisturbed run to the bit",
+        45,
+        workers=None,
+        programs=("benchmarks/fault_campaign.py --only month --seed 3",),
+    ),
     "simulator": Campaign(
         "the kernels on a simulator of waves, with sanitizers, and by hipcc, nvcc and torch's "
         "compiler",
