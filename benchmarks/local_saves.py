@@ -79,7 +79,6 @@ def worker(size: str, interval: int, blocks: int, saves: int, folder: str) -> No
     launch = detect_launch()
     home = Path(folder)
     flags = arguments(size, launch.world_size, home / "loop")
-    flags = [*flags[: flags.index("--async-save")], *flags[flags.index("--async-save") + 1 :]]
     flags += ["--load", str(home / "loop"), "--max-restarts", "1"]
     flags += ["--non-persistent-save-interval", str(interval)]
     config = parse_args(flags, launch.world_size)

@@ -86,7 +86,7 @@ def arguments(size: str, ranks: int, save: Path) -> list[str]:
         f"{sequence} --max-position-embeddings {sequence} --vocab-size {vocabulary} --bf16 "
         f"--micro-batch-size 1 --global-batch-size {ranks} --train-iters 1000000 --lr 1e-4 "
         "--lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --eval-iters 0 "
-        f"--num-workers 0 --log-interval 1000000 --hang-timeout 0 --async-save --save {save}"
+        f"--num-workers 0 --log-interval 1000000 --hang-timeout 0 --save {save}"
     ).split()
 
 
@@ -466,7 +466,8 @@ def worker(size: str, parts: Sequence[str], rounds: int, folder: str) -> None:
 
     launch = detect_launch()
     home = Path(folder)
-    config = parse_args(arguments(size, launch.world_size, home / "loop"), launch.world_size)
+    flags = [*arguments(size, launch.world_size, home / "loop"), "--async-save"]
+    config = parse_args(flags, launch.world_size)
     timeout = timedelta(seconds=LIMIT_S)
     rendezvous = connect(launch, timeout)
     set_up_host(config, rendezvous.device, launch)

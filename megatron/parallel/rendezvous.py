@@ -399,6 +399,7 @@ class Rendezvous(StoreConnection):
     def connected(self) -> None:
         """Note that all groups are connected."""
         self._connections |= sockets().keys() - self._before
+        sys.audit("megatron.parallel.connected")
 
     # -- failures --------------------------------------------------------------------------------
 

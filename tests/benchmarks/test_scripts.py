@@ -52,6 +52,7 @@ def run(monkeypatch, capsys):
 SCRIPTS = {
     "parity": ("--device cpu --ranks 2 --output OUT", "1 of 1 trainings follow"),
     "lost_rank": ("--device cpu --output OUT", "1 of 1 lost ranks"),
+    "restarts": ("--ranks 2 --ways memory --rounds 1", "all losses equal"),
     "step_waits": ("--device cpu --output OUT", "beside those of a report: tiny"),
     "idle_gaps": ("--device cpu --output OUT", "ms a step beside"),
     "memory_model": ("--part formulas --only '1 rank' --markdown", "the limits hold"),
