@@ -38,6 +38,7 @@ NEEDED = """
     max_restarts  non_persistent_save_interval
     non_persistent_save_interval  replication_factor replication_jump
     replication=true  replication_factor replication_jump
+    replication_factor=2  replication_jump
     tokenizer_type  fim_rate
     fim_rate  fim_spm_rate fim_split_sample fim_no_prefix fim_prefix_token fim_middle_token
     fim_rate  fim_suffix_token fim_pad_token fim_eod_token

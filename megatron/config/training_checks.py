@@ -92,6 +92,16 @@ def _batch(config: Sections) -> Problems:
     yield from _not_multiples(config, "--step-batch-size-schedule", named)
 
 
+@check("min_ranks", "world_size")
+def _fewer_ranks(config: Sections) -> Problems:
+    ranks = config.parallel.world_size
+    if config.training.min_ranks > ranks:
+        yield (
+            f"--min-ranks {config.training.min_ranks} is more than the number of ranks at the start, "
+            f"{ranks}: give at most as many"
+        )
+
+
 @check("global_batch_size")
 def _rampup(config: Sections) -> Problems:
     batch = config.batch

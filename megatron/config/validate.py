@@ -154,7 +154,7 @@ def run_requirements(settings: Settings) -> None:
     # The same command starts anew, and must not lose its checkpoints.
     repeats = [name for name in ("requeue", "max_restarts") if explicit.get(name)]
     if repeats and "save" in explicit:
-        names = ("finetune", "reset_iteration", "load_tag", "no_load_optim")
+        names = ("finetune", "reset_iteration", "load_tag", "no_load_optim", "no_save_optim")
         conflicts = [
             all_options()[name].written(explicit[name]) for name in names if explicit.get(name)
         ]

@@ -67,6 +67,9 @@ CASES = """
     => --train-data-exact-num-epochs 2 | --data-order stream => --data-order megatron
 --dataloader-type cyclic --data-order stream => cyclic | --data-order stream => --data-order megatron
 --allow-data-changes seed => --allow-data-changes seed | --load => --load x
+--world-size 4 --load x --save x --max-restarts 1 --min-ranks 5 => --min-ranks 5 | 4 => --min-ranks 4
+--load x --save x --max-restarts 1 --non-persistent-save-interval 2 --replication-factor 1 --replication-jump 1 \
+    => --replication-jump 1 | --replication-factor 2 => --replication-jump -
 --fim-spm-rate 0.3 => --fim-spm-rate 0.3 | --fim-rate => --fim-spm-rate -
 --position-embedding-type rope --mtp-loss-scaling-factor 0.3 \
     => --mtp-loss-scaling-factor 0.3 | --mtp-num-layers => --mtp-num-layers 1

@@ -32,7 +32,18 @@ def supervise(
 
     generations  trains in the forked process, in all generations of the job
     resized      returns the configuration for another number of ranks, or raises ConfigError
+
+    Raises ConfigError if the job could not continue with fewer ranks, as --min-ranks asks.
     """
+    smaller = partial(smaller_world, config, resized)
+    least, world = config.training.min_ranks, config.parallel.world_size
+    if least is not None and least < world and not smaller(world - 1):
+        raise ConfigError(
+            f"--min-ranks {least} has no effect: the job needs all its {world} ranks. Ranks leave in "
+            f"whole data-parallel replicas ({config.parallel.data_parallel_size} of "
+            f"{world // config.parallel.data_parallel_size} ranks), and the others must be able to "
+            "take the same global batch: give a smaller number, or leave it out"
+        )
     import_for_training(config)
     gc.collect()
     gc.freeze()  # collections in forked processes leave the pages of these objects shared
@@ -50,7 +61,6 @@ def supervise(
             say(" note: the job is not requeued: it has not saved a checkpoint since it began")
 
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    smaller = partial(smaller_world, config, resized)
     limits = RestartLimits(training.max_restarts, training.spare_ranks, smaller)
     return Supervisor(launch, timeout, limits, work, on_end).run()
 
