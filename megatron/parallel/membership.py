@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -35,6 +36,8 @@ END = "end"  # there is no further generation
 MESSAGE_BYTES = 1 << 16
 DESCRIPTORS = "MEGATRON_SUPERVISED"
 """Variable with the descriptors of a training process that was started by exec."""
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+"""Signals that the supervisor sends on; a new training process has them blocked."""
 _CAUSE_CHARACTERS = 2000
 
 
@@ -165,8 +168,10 @@ class Membership:
     def next(self) -> Generation | None:
         """Wait for the next generation; None if the job ends.
 
-        Call this when this process has left all groups of the one before.
+        Call this when this process has left all groups of the one before, first when it has
+        handlers of signals: from then on it receives them.
         """
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         if self._left >= 0:  # the first START may have arrived
             self.abort = lambda: None  # it refers to the groups
         gc.collect()  # the parts of a run refer to each other, and hold device memory and groups
@@ -174,6 +179,7 @@ class Membership:
         self.groups = ()
         while groups:
             drop_in_thread(groups.pop())
+        sys.audit("megatron.parallel.left_groups", self._left)
         self._send(READY, generation=self._left)
         while True:
             message = self._commands.get()

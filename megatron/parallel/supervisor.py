@@ -41,6 +41,7 @@ from megatron.parallel.launch import Launch
 from megatron.parallel.membership import (
     DESCRIPTORS,
     END,
+    FORWARDED,
     LOST,
     MESSAGE_BYTES,
     RANKED,
@@ -55,18 +56,18 @@ from megatron.parallel.parent_watch import die_with
 from megatron.parallel.store import ANSWER_S, StoreConnection, batches
 from megatron.parallel.topology import compress_ranks
 
-_FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 _RESTARTABLE = (1, EXIT_LOST_RANK)  # exit codes after which a process may be started anew
 # Faults of a node after which spares take its place; without spares, the job goes on without it if
 # no step was completed since the last one.
 _FAULTS = 2
-_WITHOUT_PROGRESS = 3  # restarts in a row after which no step was completed, before the job ends
+_WITHOUT_PROGRESS = 3  # faults in a row without a step that was new, after which the job ends
 _BEAT_S = 2.0  # interval of the signs of life that one supervisor of each node gives
 _SILENT_S = 20.0  # a node without a sign of life for this long is lost
 _LINGER_S = 10.0  # how long the supervisor that serves the store stays for others at the end
 _OF_SYMPTOM = ("ranks", "compared", "replace")  # fields of a symptom that describe the fault
 _PATIENCE_S = 1.0  # how long a supervisor waits for another one that knows the cause of a fault
 _TICK_S = 0.05
+_EVENT = "megatron.parallel.supervisor"  # audit event, with the name of a moment
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,7 @@ class Supervisor:
         self.store.open()
         before = {
             number: signal.signal(number, self._note)
-            for number in _FORWARDED
+            for number in FORWARDED
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         try:
@@ -332,10 +333,13 @@ class Supervisor:
         """Tell the training process to begin a generation; fork one if there is none."""
         self._enter(generation.number, generation.launch.rank)
         self._size = generation.launch.world_size
-        if self._child is None or self._child.ended():
+        sys.audit(_EVENT, "starting")
+        forked = self._child is None or self._child.ended()
+        if self._child is None or forked:
             self._child = self._fork()
         self._child.send(generation.to_message())
-        if self._signal:
+        sys.audit(_EVENT, "started")
+        if forked and self._signal:  # a second one would end the others without a save
             os.kill(self._child.pid, self._signal)
 
     def _fork(self) -> _Child:
@@ -343,17 +347,18 @@ class Supervisor:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        if device_is_open():
-            return _Child(self._exec(theirs), ours)
         parent = os.getpid()
-        pid = os.fork()
+        # The process receives them when it has handlers, see Membership.next.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        pid = self._exec(theirs) if device_is_open() else os.fork()
         if pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
             return _Child(pid, ours)
         try:
             die_with(parent)
             ours.close()
-            for number in _FORWARDED:
+            for number in FORWARDED:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, signal.SIG_DFL)
             if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -376,9 +381,7 @@ class Supervisor:
         for descriptor in descriptors:
             os.set_inheritable(descriptor, True)
         environ = {**os.environ, DESCRIPTORS: f"{os.getpid()} {theirs.fileno()} {self._memory}"}
-        pid = os.posix_spawn(sys.executable, sys.orig_argv, environ)
-        theirs.close()
-        return pid
+        return os.posix_spawn(sys.executable, sys.orig_argv, environ)
 
     # -- between faults ----------------------------------------------------------------------------
 
@@ -448,7 +451,7 @@ class Supervisor:
         how = f"exit code {code}"
         if code < 0:
             how = f"signal {-code} ({signal.Signals(-code).name})"
-        by_user = code > 0 and code not in _RESTARTABLE
+        by_user = code not in _RESTARTABLE if code > 0 else -code == self._signal
         ends = by_user or self._count(self._key("done")) > 0
         where = f"rank {self._shown} ({self.launch.node}, process {child.pid})"
         self._fail(f"{where} ended with {how}", final=ends, by_user=by_user, node=self.launch.node)
@@ -556,6 +559,7 @@ class Supervisor:
             return self._finish(failure["cause"], requeue=not failure["by_user"])
         if not self._alive:
             self._alive = True
+            sys.audit(_EVENT, "answering")
             self._set(f"alive/{number}/{self.launch.task}", True)
         if not self._ready:
             survives = child is not None and not child.ended()
@@ -574,6 +578,7 @@ class Supervisor:
             mine = Task(self.launch.task, self.launch.node, self._rank, survives, self._reached)
             self._set(f"ready/{number}/{self.launch.task}", [*mine, self._saved])
             self._count(f"ready/{number}", 1)
+            sys.audit(_EVENT, "ready")
         if self.leads and self._get(f"generation/{number}") is None:
             self._lead(number, waited_s)
         decision = self._get(f"generation/{number}")
@@ -626,7 +631,10 @@ class Supervisor:
         if self._restarts >= self.limits.restarts:
             problem = f"all {self.limits.restarts} restarts of --max-restarts are used"
         elif self._futile >= _WITHOUT_PROGRESS:
-            problem = f"no step was completed after {_WITHOUT_PROGRESS} restarts in a row"
+            problem = (
+                f"before the last {_WITHOUT_PROGRESS} faults the job did not get beyond iteration "
+                f"{self._best}"
+            )
         elif not size:
             problem = (
                 f"{len(tasks)} processes are left, too few to continue (--spare-ranks, --min-ranks)"
@@ -634,6 +642,7 @@ class Supervisor:
         if problem:
             self._set(f"generation/{number}", {"end": f"{cause}; {problem}"})
             return
+        sys.audit(_EVENT, "deciding")
         self._restarts += 1
         of_task = places(tasks, size)
         known = {task.number: task for task in tasks}
