@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -32,6 +33,7 @@ from megatron.errors import CheckpointError
 from megatron.parallel.collectives import all_reduce, broadcast_object, gather_objects, post
 from megatron.parallel.topology import Group, Topology
 
+_EVENT = "megatron.checkpoint.local_load"  # audit event, with the name of a moment
 _ROUND_BYTES = 64 << 20  # bytes that a rank receives at a time, if no part of a shard is larger
 
 
@@ -145,6 +147,7 @@ def find_local(
     say       called on the first rank with what is rejected, and why
     """
     world = topology.world
+    sys.audit(_EVENT, "looking")
     inventory, problems = _inventory(memory)
     gathered = gather_objects((inventory, problems, memory.compared), world, everywhere=False)
     inventories = [list(inventory) for inventory, _, _ in gathered]
@@ -206,10 +209,12 @@ def load_local(
     averaged = config.optimizer.ema_decay is not None
     clear_padding(engine, optimizer=True)
     tensors = tensors_to_load(engine, optimizer=True, averaged=averaged)
+    sys.audit(_EVENT, "loading")
     source = _Memories(checkpoint, memory, tensors, topology)
     read_state(source, list(tensors.items()), engine.chunks, topology, alive)
     load_counters(engine, checkpoint.engine, checkpoint.where)
     use_loaded(engine, averaged)
+    sys.audit(_EVENT, "loaded")
     memory.copies_compared(min(memory.compared, checkpoint.iteration))
     return int(all_reduce(torch.tensor([source.received]), topology.world).item())
 

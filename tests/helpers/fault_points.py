@@ -131,19 +131,21 @@ def _on_moments(folder: str | os.PathLike[str], call: Callable[[str], object]) -
     prefix = os.path.abspath(folder)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if moment := _moment(event, arguments, prefix):
+        if moment := moment_name(event, arguments, prefix):
             call(moment)
 
     sys.addaudithook(hook)
 
 
-def _moment(event: str, arguments: tuple[Any, ...], prefix: str) -> str:
+def moment_name(event: str, arguments: tuple[Any, ...], prefix: str) -> str:
     """Return the moment's name, with # for every number and digest in the path below `prefix`.
 
-    Return "" if the event is not a moment.
+    An event of the library may have the name of a moment as its first argument. Return "" if the
+    event is not a moment.
     """
     if event.startswith("megatron."):
-        return event
+        named = arguments and isinstance(arguments[0], str) and arguments[0].isidentifier()
+        return f"{event} {arguments[0]}" if named else event
     if event not in FILES:
         return ""
     path = _path(event, arguments)

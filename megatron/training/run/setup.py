@@ -174,6 +174,7 @@ def run_training(
                 *host,
             ]
         topology = connect_groups(config, rendezvous, timeout, ranks.mapping)
+        sys.audit("megatron.run.connected")
         local: LocalMemory | None = None
         if membership is not None:
             local = LocalMemory.of(config, membership, topology, locations, timeout)
@@ -183,6 +184,7 @@ def run_training(
             decided_by_first(topology, partial(claim.take, partial(print, flush=True)))
         watchdog = build_watchdog(config, topology, rendezvous)
         run = assemble(config, topology, signals, locations, host, started, watchdog, local)
+        sys.audit("megatron.run.assembled")
         meter = run.interval.meter = EnergyMeter(reads=launch.local_rank == 0)
         if meter.source:
             run.reporter.say(f" energy: read from {meter.source}")
@@ -195,7 +197,10 @@ def run_training(
         finally:
             run.close()
     except BaseException as error:
-        if not joined and (membership is None or not isinstance(error, LostRankError)):
+        # In a restart a rank that does not arrive is stuck, and is replaced.
+        restarting = membership is not None and membership.generation.number > 0
+        lost = membership is not None and isinstance(error, LostRankError)
+        if not joined and not restarting and not lost:
             raise  # it names the ranks that are missing or differ
         if membership is not None and may_restart(error):
             compared = isinstance(error, DifferingCopiesError)
@@ -380,6 +385,7 @@ def assemble(
     continued = decided_by_first(topology, partial(continued_data, config, stored, before))
     datasets, samples, build = build_data(config, topology, tokenizer, batches, reporter, continued)
     chunks, engine = build_model(config, sizes, topology, reporter)
+    sys.audit("megatron.run.built")
     with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):
         if local is not None and in_memory is not None:
             local.load(in_memory, engine, topology, config, reporter)
