@@ -27,6 +27,7 @@ from megatron.parallel.parent_watch import die_with
 # Messages from the training process, and to it. Each is a JSON object with its kind under "kind".
 LOST = "lost"  # a peer is lost, or this rank's state is damaged; the process can take part again
 READY = "ready"  # the process has left its groups and waits for the next generation
+FAILED = "failed"  # the process is about to end, with an error
 RANKED = "ranked"  # the process has its rank, which may differ from its task's number
 REACHED = "reached"  # an iteration is complete
 SAVED = "saved"  # the job has saved a checkpoint
@@ -135,6 +136,10 @@ class Membership:
     def ranked(self, rank: int) -> None:
         """Report this process's rank in the current generation."""
         self._send(RANKED, rank=rank)
+
+    def failed(self, symptom: str) -> None:
+        """Report the error with which this process is about to end."""
+        self._send(FAILED, symptom=symptom[:_CAUSE_CHARACTERS])
 
     def lost(self, symptom: str, *, compared: bool = False) -> bool:
         """Report that this process cannot go on without a restart; wait for the decision.

@@ -41,6 +41,7 @@ from megatron.parallel.launch import Launch
 from megatron.parallel.membership import (
     DESCRIPTORS,
     END,
+    FAILED,
     FORWARDED,
     LOST,
     MESSAGE_BYTES,
@@ -137,11 +138,18 @@ def places(tasks: Sequence[Task], size: int) -> dict[int, int]:
 
 @dataclass(eq=False)
 class _Child:
-    """A training process: its ID, this end of the connection, and the last generation it has left."""
+    """A training process.
+
+    connection  this end of it
+    left        the last generation that it has left
+    error       the error with which it has ended, or is about to; "" if unknown
+    code        its exit code; None while it runs
+    """
 
     pid: int
     connection: socket.socket
     left: int = -1
+    error: str = ""
     code: int | None = None
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -405,7 +413,11 @@ class Supervisor:
         if self._child is None or self._child.code is not None:
             self.sleep(min(_TICK_S, self.store.pause_s))
             return
-        for message in self._child.messages(_TICK_S):
+        self._receive(self._child, _TICK_S)
+
+    def _receive(self, child: _Child, timeout_s: float) -> None:
+        """Handle the training process's messages, for the first of which this waits."""
+        for message in child.messages(timeout_s):
             kind = message["kind"]
             if kind == REACHED:
                 self._reached = max(self._reached, message["iteration"])
@@ -416,7 +428,9 @@ class Supervisor:
             elif kind == RANKED:
                 self._shown = message["rank"]
             elif kind == READY:
-                self._child.left = message["generation"]
+                child.left = message["generation"]
+            elif kind == FAILED:
+                child.error = message["symptom"]
             elif kind == LOST and self._symptom is None:
                 # Another supervisor may know more: its process has died.
                 patience = 0.0 if message["ranks"] or message["compared"] else _PATIENCE_S
@@ -447,8 +461,9 @@ class Supervisor:
         return None
 
     def _report_death(self, child: _Child) -> None:
+        self._receive(child, 0.0)
         code = child.code or 0
-        how = f"exit code {code}"
+        how = f"exit code {code}" + (f": {child.error}" if child.error else "")
         if code < 0:
             how = f"signal {-code} ({signal.Signals(-code).name})"
         by_user = code not in _RESTARTABLE if code > 0 else -code == self._signal

@@ -95,6 +95,7 @@ def trains(last, *, progresses=True, leaves=True, code=0):
                 membership.reached(generation.number + 1)
             membership.saved()
             if generation.number == last:
+                membership.failed("AnError: for this reason")
                 return code
             left.wait()
             if not leaves:
@@ -245,7 +246,7 @@ def test_restarts_without_progress_end_the_job():
 def test_an_error_of_the_user_ends_all(code):
     with Job([trains(9), trains(0, code=code)]) as job:
         assert job.end() == [EXIT_LOST_RANK, code]
-        assert f"exit code {code}" in job.said[0]
+        assert f"exit code {code}: AnError: for this reason" in job.said[0]
         assert job.ends == []  # it would come again: it is not requeued
 
 

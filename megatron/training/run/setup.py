@@ -216,6 +216,8 @@ def run_training(
                 requeue_lost(run)
             raise explained from error
         else:
+            if membership is not None:
+                membership.failed(symptom(error))
             rendezvous.fail(f"{type(error).__name__}: {error}")
             raise
     finally:
