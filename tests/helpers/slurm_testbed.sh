@@ -10,6 +10,8 @@
 #   slurm_testbed.sh env              print the line that points Slurm's commands at it
 #   slurm_testbed.sh lose-node NAME   end everything on a node at once, and tell Slurm that it is down
 #   slurm_testbed.sh add-node NAME    bring a lost node back
+#   slurm_testbed.sh stop-controller, start-controller
+#                                     let the cluster be without its controller for a while
 #   slurm_testbed.sh hurry JOB        start a requeued job now; Slurm would hold it for two minutes
 #   slurm_testbed.sh slow-task NAME LOCALID PERCENT
 #                                     tasks that start there from now on run PERCENT of the time and are stopped otherwise
@@ -259,6 +261,18 @@ all_idle() {
     [[ $(sinfo -h -N -t idle -o %N | sort -u | wc -l) -eq $NODES ]]  # sinfo tells nothing of nodes without power
 }
 
+start_controller() {  # start_controller FLAGS...
+    slurmctld -f "$SLURM_CONF" "$@"
+    until_true 300 slurmctld scontrol ping
+}
+
+stop_controller() {
+    kill -TERM "$(<"$DIR/run/slurmctld.pid")"
+    until_true 300 "the end of slurmctld" is_stopped
+}
+
+is_stopped() { ! runs "$DIR/run/slurmctld.pid"; }
+
 waits() { [[ $(squeue -h -j "$1" -o %T) == PENDING ]]; }
 
 start() {
@@ -270,8 +284,7 @@ start() {
     munged --force --socket="$DIR/munge/socket" --key-file="$DIR/etc/munge.key" --pid-file="$DIR/run/munged.pid" \
         --log-file="$DIR/log/munged.log" --seed-file="$DIR/munge/seed"
     until_true 120 munged munge --socket="$DIR/munge/socket" --no-input
-    slurmctld -f "$SLURM_CONF" -c
-    until_true 300 slurmctld scontrol ping
+    start_controller -c
     for name in $(names); do power_on "$name"; done
     until_true 300 "idle nodes" all_idle
 }
@@ -304,7 +317,13 @@ case ${1:-} in
         scontrol update NodeName="$2" State=DOWN Reason="lost by the testbed"
         until_true 300 "the end of $2" is_off "$2" "$first"  # until then it has its port
         ;;
+    stop-controller) stop_controller ;;
+    start-controller) start_controller ;;
     add-node)
+        # The controller repeats, each minute, what it could not tell the lost node: to end the steps of its job. A
+        # requeued job has steps of the same numbers, and is there sooner than after a real loss. It forgets that now.
+        stop_controller
+        start_controller
         power_on "${2:?name of a node}"
         until_true 600 "$2" in_service "$2"
         ;;
@@ -320,7 +339,7 @@ case ${1:-} in
         ;;
     mend) rm -f "$DIR"/faults/* ;;
     *)
-        fail "usage: $0 start|stop|missing|env|lose-node NAME|add-node NAME|hurry JOB|slow-task NAME LOCALID PERCENT|" \
-            mend
+        fail "usage: $0 start|stop|missing|env|lose-node NAME|add-node NAME|stop-controller|start-controller|" \
+            "hurry JOB|slow-task NAME LOCALID PERCENT|mend"
         ;;
 esac
