@@ -29,7 +29,8 @@
 #   MAX_STARTS       number of starts from the same checkpoint after which the job is no longer requeued
 #   GPU_VISIBILITY   one: each task sees its own GCD; all: each sees all eight; none: srun gets no flags for GPUs
 #   DEVICE           gpu, or cpu for trials (gloo, no modules)
-#   SRUN_WAIT        seconds from the end of one task to that of all others; not used with restarts within the job
+#   SRUN_WAIT        seconds from the end of one task to that of all others; with restarts within the job, from the end of
+#                    the job, as the first task to know it writes into the file "end" in the logs. Then the rest is killed
 #   TASKS_PER_NODE, CPUS_PER_TASK, SRUN_FLAGS, MASTER_PORT, DRY_RUN (1: check the flags and the modules here, and print
 #                    the commands and variables; nothing is started)
 
@@ -294,9 +295,12 @@ launch() {
     local -x MEGATRON_JOB_TOKEN=${MEGATRON_JOB_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
     # A step on one node does not need the network plugin, even in a larger job.
     [[ -z ${NCCL_NET:-} || -n ${NCCL_NET_GIVEN:-} || $nodes -gt 1 ]] || local -x NCCL_NET=Socket
+    # A supervisor that hangs, or whose process does, must not hold the nodes until the end of the job's time.
+    ((RESTARTS == 0)) || local -x MEGATRON_JOB_END=$LOGS/end
     step=("${FLAGS[@]}" "--error=$LOGS/task_%t.err" "$PYTHON" -u "$@")
     show srun "${step[@]}"
     [[ $DRY_RUN != 1 ]] || return 0
+    rm -f "$LOGS/end"
     forwarding srun "${step[@]}" 2>"$LOGS/srun.err" || code=$?
     cat "$LOGS/srun.err" >&2
     find "$LOGS" -maxdepth 1 -name 'task_*.err' -empty -delete
@@ -318,11 +322,21 @@ forwarding() {
 }
 
 # wait_through_signals PID: wait for it and return its code. The caller's traps for USR1 and TERM are removed afterwards.
-# A signal must not interrupt `wait`: bash 5.2 then loses the code of a process that ends at the same time.
+# A signal must not interrupt `wait`: bash 5.2 then loses the code of a process that ends at the same time. If the job's
+# processes write its code to the file MEGATRON_JOB_END, PID, an srun, ends them SRUN_WAIT seconds later; that code counts.
 wait_through_signals() {
-    local code=0
-    while [[ -d /proc/$1 ]]; do sleep 0.2; done
+    local code=0 end=${MEGATRON_JOB_END:-} since='' stopped=''
+    while [[ -d /proc/$1 ]]; do
+        sleep 0.2
+        [[ -n $end && -e $end && $SRUN_WAIT -gt 0 ]] || continue
+        : "${since:=$SECONDS}"
+        ((SECONDS - since >= SRUN_WAIT)) || continue
+        complain "the job has ended, but tasks still run $SRUN_WAIT s later: they are killed"
+        kill -TERM "$1" 2>/dev/null
+        since=$SECONDS stopped=1
+    done
     wait "$1" || code=$?
+    [[ -z $stopped ]] || code=$(<"$end") || code=75
     trap - USR1 TERM
     return "$code"
 }

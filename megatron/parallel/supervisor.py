@@ -199,6 +199,7 @@ class Supervisor:
     work     trains in the forked process, given its Membership; returns the exit code
     on_end   called by one supervisor when the job ends by a fault, with whether the job has saved
              a checkpoint
+    note_end  called with the exit code of the job by each supervisor that learns that it has ended
     say      prints a line
     clock, sleep  functions that measure, and spend, time
     """
@@ -208,6 +209,7 @@ class Supervisor:
     limits: RestartLimits
     work: Callable[[Membership], int]
     on_end: Callable[[bool], object] = lambda saved: None
+    note_end: Callable[[int], object] = lambda code: None
     say: Callable[[str], object] = lambda line: print(line, file=sys.stderr, flush=True)
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
@@ -466,16 +468,18 @@ class Supervisor:
         how = f"exit code {code}" + (f": {child.error}" if child.error else "")
         if code < 0:
             how = f"signal {-code} ({signal.Signals(-code).name})"
-        by_user = code not in _RESTARTABLE if code > 0 else -code == self._signal
-        ends = by_user or self._count(self._key("done")) > 0
+        users = 0
+        if code not in (0, *_RESTARTABLE) and (code > 0 or -code == self._signal):
+            users = code if code > 0 else 128 - code
+        ends = users > 0 or self._count(self._key("done")) > 0
         where = f"rank {self._shown} ({self.launch.node}, process {child.pid})"
-        self._fail(f"{where} ended with {how}", final=ends, by_user=by_user, node=self.launch.node)
+        self._fail(f"{where} ended with {how}", final=ends, users=users, node=self.launch.node)
 
     def _fail(
         self,
         cause: str,
         final: bool = False,
-        by_user: bool = False,
+        users: int = 0,
         node: str = "",
         ranks: Sequence[int] = (),
         compared: bool = False,
@@ -484,14 +488,14 @@ class Supervisor:
         """Report a fault to all supervisors, unless another one has been reported.
 
         final               whether the job ends
-        by_user             whether the user must mend something, or has ended the job
+        users               exit code if the user must mend something, or has ended the job; else 0
         node                the node that has the fault; "" if unknown
         ranks, compared, replace  as in Membership.announce
         """
         failure = {
             "cause": cause,
             "final": final,
-            "by_user": by_user,
+            "users": users,
             "node": node,
             "ranks": list(ranks),
             "compared": compared,
@@ -545,11 +549,28 @@ class Supervisor:
 
     def _done(self) -> int:
         """Take note that this task's training process has ended well; return its exit code."""
-        with contextlib.suppress(_StoreLostError):
+        try:
             if self._count(self._key("done"), 1) == self._size:
-                self._set("finished", True)
-            self._depart()
+                self._finished()
+            elif self.leads:
+                self._await_the_others()
+        except _StoreLostError:
+            self.note_end(0)  # the leader's supervisor hangs, or has ended
+        self._depart()
         return 0
+
+    def _await_the_others(self) -> None:
+        """Wait for the end of all ranks. A supervisor that hangs does not report that of its rank."""
+        deadline = self.clock() + _LINGER_S
+        while not self._has("finished") and not self._has(self._key("failure")):
+            if self.clock() > deadline:
+                self._finished()
+            self.sleep(_TICK_S)
+
+    def _finished(self) -> None:
+        """Note that training is complete, and let the supervisors of spares end."""
+        self._set("finished", True)
+        self.note_end(0)
 
     def _depart(self) -> None:
         """Note that this supervisor ends; the one that serves the store waits for the others."""
@@ -571,7 +592,7 @@ class Supervisor:
         number = self._generation + 1
         waited_s = self.clock() - self._failed_at
         if failure["final"]:
-            return self._finish(failure["cause"], requeue=not failure["by_user"])
+            return self._finish(failure["cause"], failure["users"])
         if not self._alive:
             self._alive = True
             sys.audit(_EVENT, "answering")
@@ -715,11 +736,8 @@ class Supervisor:
         )
         return None
 
-    def _end(self, cause: str) -> int:
+    def _end(self, child: _Child, cause: str) -> int:
         """Let the training process end, or kill it; return the task's exit code."""
-        child = self._child
-        if child is None:
-            return EXIT_LOST_RANK
         child.send({"kind": END, "cause": cause})
         deadline = self.clock() + self.limits.leaving_s + 4 * ANSWER_S
         while not child.ended() and self.clock() < deadline:
@@ -729,15 +747,18 @@ class Supervisor:
         code = child.code or 0
         return 128 - code if code < 0 else code
 
-    def _finish(self, cause: str, requeue: bool = True) -> int:
+    def _finish(self, cause: str, users: int = 0) -> int:
         """End this task after a fault without a restart; return the exit code.
 
-        `requeue` is false after an error that would come again.
+        users   exit code of an error that would come again; 0 if the job may be requeued
         """
-        code = self._end(cause)
+        code = users or EXIT_LOST_RANK
+        self.note_end(code)
+        if self._child is not None:
+            code = self._end(self._child, cause)
         if self.leads:
             self.say(f" the job ends: {cause}")
-            if requeue:
+            if not users:
                 self.on_end(self._saved)
         self._depart()
         return code
@@ -745,8 +766,12 @@ class Supervisor:
     def _without_store(self, reason: str) -> int:
         """End this task after the loss of the store; return the exit code."""
         cause = f"the store of the job is lost ({reason})"
-        if self._child is not None and self._end(cause) == 0:
+        if self._child is not None and self._end(self._child, cause) == 0:
+            self.note_end(0)
             return 0
+        if self.launch.task < self.launch.local_world_size:
+            # On the store's node. Other nodes may only have lost their connection to it.
+            self.note_end(EXIT_LOST_RANK)
         if self.launch.local_rank == 0:
             # The first node left requeues the job, whose end stops the others before their turn.
             node = self.launch.task // max(self.launch.local_world_size, 1)

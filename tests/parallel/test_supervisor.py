@@ -114,6 +114,7 @@ class Job:
         self.clock = VirtualClock()
         self.said = []
         self.ends = []
+        self.noted = []
         self.codes = {}
         limits.setdefault("restarts", 5)
         store = dist.HashStore()
@@ -133,6 +134,7 @@ class Job:
                 RestartLimits(**limits),
                 work[number] if isinstance(work, list) else work,
                 self.ends.append,
+                self.noted.append,
                 self.said.append,
                 self.clock,
                 self.clock.sleep,
@@ -244,9 +246,10 @@ def test_restarts_without_progress_end_the_job():
 
 @pytest.mark.parametrize("code", [2, 130])
 def test_an_error_of_the_user_ends_all(code):
-    with Job([trains(9), trains(0, code=code)]) as job:
-        assert job.end() == [EXIT_LOST_RANK, code]
+    with Job([trains(9), trains(0, code=code), trains(9)], n=3, spares=1) as job:
+        assert job.end() == [EXIT_LOST_RANK, code, code]
         assert f"exit code {code}: AnError: for this reason" in job.said[0]
+        assert set(job.noted) == {code}
         assert job.ends == []  # it would come again: it is not requeued
 
 
@@ -279,6 +282,12 @@ def test_a_process_that_is_connecting_its_groups_is_replaced_at_once():
         assert job.decision["restarts"] == {"forked": 2}
         assert job.clock.now - started < 1.0
         assert job.end() == [0, 0]
+
+
+def test_a_supervisor_that_hangs_at_the_end_does_not_keep_the_others():
+    with Job(trains(0), n=3, spares=1) as job:
+        assert job.end(without=[1]) == [0, None, 0]
+        assert job.noted == [0]
 
 
 def test_a_spare_takes_the_place_of_a_lost_node():
@@ -353,6 +362,7 @@ def test_without_its_store_the_job_ends_and_one_supervisor_of_the_node_says_so()
                 task._tick()
             assert task._without_store(str(error.value)) == EXIT_LOST_RANK
         assert job.ends == [True]
+        assert job.noted == [EXIT_LOST_RANK] * 2
         assert "connection reset by peer" in job.said[0]
 
 

@@ -19,6 +19,8 @@ from megatron.parallel.supervisor import RestartLimits, Supervisor
 from megatron.training.run.process import run_guarded
 from megatron.training.run.stopping import requeue
 
+END_VARIABLE = "MEGATRON_JOB_END"
+"""Variable with the name of a file for the exit code of the job."""
 _DEVICES = ("/dev/kfd", "/dev/nvidia0")  # of ROCm's and of CUDA's driver
 
 
@@ -62,7 +64,24 @@ def supervise(
 
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     limits = RestartLimits(training.max_restarts, training.spare_ranks, smaller)
-    return Supervisor(launch, timeout, limits, work, on_end).run()
+    return Supervisor(launch, timeout, limits, work, on_end, note_end).run()
+
+
+def note_end(code: int) -> None:
+    """Write the exit code of the job into the file that its script has named, if it has.
+
+    From then on the script waits only for a limited time for supervisors that hang.
+    """
+    path = os.environ.get(END_VARIABLE)
+    if not path or os.path.exists(path):
+        return
+    try:
+        with open(path, "x") as file:
+            file.write(f"{code}\n")
+    except FileExistsError:
+        pass  # another supervisor was faster
+    except OSError as error:
+        print(f" note: {END_VARIABLE}: {error}", file=sys.stderr, flush=True)
 
 
 def import_for_training(config: Config) -> None:
