@@ -95,9 +95,10 @@ def _batch(config: Sections) -> Problems:
 @check("min_ranks", "world_size")
 def _fewer_ranks(config: Sections) -> Problems:
     ranks = config.parallel.world_size
-    if config.training.min_ranks > ranks:
+    least = config.training.min_ranks
+    if least is not None and least > ranks:
         yield (
-            f"--min-ranks {config.training.min_ranks} is more than the number of ranks at the start, "
+            f"--min-ranks {least} is more than the number of ranks at the start, "
             f"{ranks}: give at most as many"
         )
 
