@@ -109,6 +109,15 @@ class Testbed:
         """Return the job's state in Slurm: PENDING, RUNNING, COMPLETED, ..."""
         return self.show(job).get("JobState", "")
 
+    def shorten(self, job: str, least_s: int) -> None:
+        """Give a running job a time limit that leaves it `least_s` to `least_s` + 60 seconds.
+
+        Slurm has limits in whole minutes.
+        """
+        hours, minutes, seconds = map(int, self.show(job)["RunTime"].split(":"))
+        limit = -(-(3600 * hours + 60 * minutes + seconds + least_s) // 60)
+        self.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
+
     def wait_for_log(
         self, log: Path, pattern: str, timeout_s: float = 900.0, job: str = ""
     ) -> None:

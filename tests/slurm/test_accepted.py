@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from tests.slurm.site import CAMPAIGN, FRONTIER
+from benchmarks.faults.frontier import FRONTIER
+from tests.slurm.site import CAMPAIGN
 
 pytestmark = CAMPAIGN
 

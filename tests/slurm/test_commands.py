@@ -10,9 +10,10 @@ import sys
 
 import pytest
 
+from benchmarks.faults.frontier import FRONTIER, settings_of_site, submit
 from benchmarks.faults.job import ROOT
 from megatron.jobs.check_job import check
-from tests.slurm.site import FRONTIER, MARKS, settings_of_site, submit, write_python
+from tests.slurm.site import MARKS, write_python
 
 pytestmark = MARKS
 

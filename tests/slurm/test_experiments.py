@@ -3,7 +3,8 @@
 import json
 import sys
 
-from tests.slurm.site import CAMPAIGN, submit
+from benchmarks.faults.frontier import submit
+from tests.slurm.site import CAMPAIGN
 
 pytestmark = CAMPAIGN
 

@@ -3,9 +3,10 @@
 import re
 import sys
 
+from benchmarks.faults.frontier import FRONTIER, settings_of_site
 from benchmarks.faults.job import ROOT
 from benchmarks.faults.testbed import ENDED
-from tests.slurm.site import CAMPAIGN, FRONTIER, settings_of_site, write_python
+from tests.slurm.site import CAMPAIGN, write_python
 
 pytestmark = CAMPAIGN
 

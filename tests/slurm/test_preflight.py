@@ -4,7 +4,8 @@ It finds the faults of a node, and the job trains on the others of its allocatio
 """
 
 from benchmarks.faults import history
-from tests.slurm.site import CAMPAIGN, submit
+from benchmarks.faults.frontier import submit
+from tests.slurm.site import CAMPAIGN
 
 pytestmark = CAMPAIGN
 

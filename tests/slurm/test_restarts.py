@@ -3,12 +3,20 @@
 import os
 import re
 import signal
-import subprocess
-from pathlib import Path
 
 from benchmarks.faults import history
-from benchmarks.faults.job import run_well
-from tests.slurm.site import CAMPAIGN, FRONTIER, submit, wait_until
+from benchmarks.faults.frontier import (
+    FRONTIER,
+    differences,
+    processes,
+    reached,
+    restarts,
+    submit,
+    supervisors,
+    trainings,
+    wait_until,
+)
+from tests.slurm.site import CAMPAIGN
 from tests.slurm.test_training import FOUR
 
 pytestmark = CAMPAIGN
@@ -35,74 +43,24 @@ def script_of_an_array(folder):
     return str(script)
 
 
-def trainings(run):
-    """Return the training processes of the ranks, which are children of their supervisors."""
-    listed = subprocess.run(["ps", "-wweo", "pid=,ppid=,args="], capture_output=True, text=True)
-    parents = {}
-    for line in listed.stdout.splitlines():
-        pid, parent, words = line.split(None, 2)
-        if "python" in words.split()[0] and f"--save {run}/" in words:
-            parents[int(pid)] = int(parent)
-    return sorted(pid for pid, parent in parents.items() if parent in parents)
-
-
 def later(job, run):
     """Wait until the run is 60 steps further, so that it has saved since."""
-    before = history.steps(run / "checkpoints")[-1][0]
-    wait_until(lambda: history.steps(run / "checkpoints")[-1][0] >= before + 60, job)
-
-
-def begun(job, run):
-    metrics = run / "checkpoints" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and history.steps(run / "checkpoints"), job)
-
-
-def restarts(run):
-    return history.records(run / "checkpoints", "restart")
-
-
-def check(runs, folder):
-    """Compare every loss, also of repeated steps, with those of a run without faults.
-
-    The last state of the longest run is compared, too.
-    """
-    losses = [history.steps(run / "checkpoints") for run in runs]
-    last = max(some[-1][0] for some in losses)
-    flags = ["--preset", "tiny", "--distributed-backend", "gloo", *FOUR, "--save", str(folder)]
-    run_well(4, [*flags, "--exit-interval", str(last)], folder / "logs")
-    reference = dict(history.steps(folder))
-    for run, some in zip(runs, losses, strict=True):
-        assert history.differing(some, reference) == []
-        if some[-1][0] == last:
-            newest = history.newest(run / "checkpoints"), history.newest(folder)
-            assert history.tensors_that_differ(*newest) == []
-
-
-def nothing_left(run):
-    left = subprocess.run(["pgrep", "-f", f"--save {run}/"], capture_output=True, text=True)
-    return not left.stdout
-
-
-def controller(testbed, running):
-    """Stop or start Slurm's controller."""
-    folder = Path(testbed.env["TESTBED_DIR"])
-    if not running:
-        os.kill(int((folder / "run" / "slurmctld.pid").read_text()), signal.SIGTERM)
-        return
-    path = {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
-    testbed.ask("slurmctld", "-f", str(folder / "etc" / "slurm.conf"), env=path)
+    before = reached(run)
+    wait_until(lambda: reached(run) >= before + 60, job)
 
 
 def test_a_job_goes_on_without_its_controller_and_lost_nodes(testbed, tmp_path, mended):
-    """A process dies while Slurm's controller is dead, then a node, and then its replacement."""
-    job = start(testbed, tmp_path)
-    begun(job, job.run)
+    """A process dies while Slurm's controller is dead, then a node, and then its replacement.
+
+    The replacement of that one dies, too: a replica less goes on.
+    """
+    job = start(testbed, tmp_path, MIN_NODES="1")
     later(job, job.run)
-    controller(testbed, running=False)
+    testbed.control("stop-controller")
     os.kill(trainings(job.run)[2], signal.SIGKILL)
     while not restarts(job.run):
         assert trainings(job.run), job.text()
-    controller(testbed, running=True)
+    testbed.control("start-controller")
     later(job, job.run)
 
     testbed.control("lose-node", "node02")
@@ -114,22 +72,36 @@ def test_a_job_goes_on_without_its_controller_and_lost_nodes(testbed, tmp_path, 
     wait_until(lambda: len(restarts(job.run)) == 3, job)
     later(job, job.run)
 
+    assert restarts(job.run)[-1]["ways"]["spare"] == 4
+    exact = len(history.steps(job.checkpoints))
+    mended.append("node04")
+    testbed.control("lose-node", "node04")
+    wait_until(lambda: len(restarts(job.run)) == 4, job)
+    later(job, job.run)
+
     (tmp_path / "enough").touch()
     assert job.wait() == "COMPLETED", job.text()
     assert testbed.show(job.number)["Restarts"] == "0"
-    assert nothing_left(job.run)
-    assert restarts(job.run)[-1]["ways"]["spare"] == 4
-    check([job.run], tmp_path / "undisturbed")
+    assert not processes(job.run)
+    assert differences([job.run], tmp_path / "undisturbed", exact) == []
 
 
 def test_a_task_of_an_array_loses_its_first_node(testbed, tmp_path, mended):
-    """It has the script and the store: this task, and not its sister, is requeued, once."""
+    """It has the script and the store: this task, and not its sister, is requeued, once.
+
+    In the end a supervisor of the other hangs, which keeps its nodes for a limited time.
+    """
     job = start(
-        testbed, tmp_path, "--array=1-2", nodes=2, RUN_NAME="", script=script_of_an_array(tmp_path)
+        testbed,
+        tmp_path,
+        "--array=1-2",
+        nodes=2,
+        RUN_NAME="",
+        SRUN_WAIT="5",
+        script=script_of_an_array(tmp_path),
     )
     runs = {task: tmp_path / f"gpt-22b-mock-{task}" for task in "12"}
     for run in runs.values():
-        begun(job, run)
         later(job, run)
     numbers = {task: f"{job.number}_{task}" for task in "12"}
     nodes = testbed.show(numbers["1"])["BatchHost"], testbed.show(numbers["2"])["BatchHost"]
@@ -137,12 +109,13 @@ def test_a_task_of_an_array_loses_its_first_node(testbed, tmp_path, mended):
     mended.append(nodes[0])
     testbed.control("lose-node", nodes[0])
     assert testbed.wait_for_state(numbers["1"], "PENDING", "FAILED", "COMPLETED") == "PENDING"
-    assert nothing_left(runs["1"])
+    assert not processes(runs["1"])
     testbed.control("add-node", mended.pop())
     lost_at = history.steps(runs["1"] / "checkpoints")[-1][0]
     testbed.control("hurry", numbers["1"])
     for run in runs.values():
         later(job, run)
+    os.kill(supervisors(runs["2"])[-1], signal.SIGSTOP)
     (tmp_path / "enough").touch()
     for task, number in numbers.items():
         assert testbed.wait_for_state(number, "COMPLETED", "FAILED", "NODE_FAIL") == "COMPLETED"
@@ -151,4 +124,4 @@ def test_a_task_of_an_array_loses_its_first_node(testbed, tmp_path, mended):
     second = int(re.fullmatch(r"1 (\d+)", starts[1])[1])
     assert 0 < second <= lost_at
     assert (len(restarts(runs["1"])), len(restarts(runs["2"]))) == (0, 1)
-    check(list(runs.values()), tmp_path / "undisturbed")
+    assert differences(list(runs.values()), tmp_path / "undisturbed") == []

@@ -7,20 +7,15 @@ import re
 import tarfile
 
 from benchmarks.faults import history
+from benchmarks.faults.frontier import ENDLESS, TINY, submit
 from benchmarks.faults.job import run_job
 from benchmarks.prove_resume import LOSS
 from tests.helpers.processes import run_processes
-from tests.slurm.site import CAMPAIGN, submit
+from tests.slurm.site import CAMPAIGN
 
 pytestmark = CAMPAIGN
 
 NODES = 2
-TINY = (
-    "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --log-interval 1 "
-    "--adam-eps 1e-3"
-).split()
-"""Beside PRESET=tiny. Adam's epsilon is larger than the default: where a gradient is nearly zero,
-Adam divides rounding errors by it."""
 ITERATIONS = 6
 SIXTEEN = [
     *TINY,
@@ -100,27 +95,7 @@ def test_two_nodes_train_what_one_process_trains(testbed, tmp_path):
     assert history.largest_difference(one, reference) < LOSS["fp32"]
 
 
-FOUR = [
-    *TINY,
-    *"--pipeline-model-parallel-size 2 --micro-batch-size 1 --attention-dropout 0.1".split(),
-    *"--hidden-dropout 0.1 --train-iters 1000000 --lr-decay-style constant --save-interval 50 "
-    "--walltime none".split(),
-]
-"""PP 2 x DP 2, for as long as it may; --walltime none: the program does not look at the clock
-itself.
-"""
-
-
-def shorten(job, left_s):
-    """Give a running job a time limit that leaves the given seconds.
-
-    Slurm has limits in whole minutes.
-    """
-    hours, minutes, seconds = map(int, job.testbed.show(job.number)["RunTime"].split(":"))
-    ran = 3600 * hours + 60 * minutes + seconds
-    limit = -(-(ran + left_s[0]) // 60)
-    assert 60 * limit - ran <= left_s[1]
-    job.testbed.ask("scontrol", "update", f"JobId={job.number}", f"TimeLimit={limit}")
+FOUR = [*ENDLESS, "--walltime", "none"]  # the program does not look at the clock itself
 
 
 def reached(job):
@@ -149,7 +124,7 @@ def test_time_limit_and_lost_node(testbed, tmp_path):
     )
     job.wait_for(r"(?m)^ iteration +2/")
     testbed.control("mend")
-    shorten(job, (500, 590))  # the signal is due at once, and there is time for a slow save
+    testbed.shorten(job.number, 500)  # the signal is due at once, and there is time for a slow save
     assert job.wait("PENDING", "COMPLETED", "FAILED", "TIMEOUT") == "PENDING", job.text()
     at_signal = reached(job)
     assert "receiving SIGUSR1" in job.text()

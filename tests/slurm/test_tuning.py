@@ -12,10 +12,11 @@ import subprocess
 import sys
 import time
 
+from benchmarks.faults.frontier import FRONTIER, submit, wait_until
 from benchmarks.faults.testbed import ENDED, output_of
 from megatron.jobs.result import HANG, OUT_OF_MEMORY
 from tests.helpers.launching import ROOT
-from tests.slurm.site import CAMPAIGN, FRONTIER, submit, wait_until, write_python
+from tests.slurm.site import CAMPAIGN, write_python
 
 pytestmark = CAMPAIGN
 
