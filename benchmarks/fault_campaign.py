@@ -11,7 +11,9 @@ hang     SIGSTOP of one rank, which the report has to name
 slurm    a lost node, USR1 before the time limit, a time limit without a signal (needs root and
          Slurm)
 month    faults drawn from published rates for a month of 1,024 nodes, in compressed time, met by a
-         job that restarts within itself; prints effective training time and losses by cause
+         job that restarts within itself; prints effective training time and losses by cause. A
+         job on Slurm meets those of a scheduler: lost nodes, preemption, a dead controller, signals,
+         time limits (needs root and Slurm)
 
 The run is resumed after each fault. It has to continue from a valid checkpoint, lose at most the
 steps since the last save, and be bit-identical to an undisturbed run. Prints a row for each case
@@ -33,7 +35,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.faults import damage, disk, hang, kills, month, slurm, testbed
+from benchmarks.faults import damage, disk, hang, kills, month, month_slurm, slurm, testbed
 from benchmarks.faults.job import JobOutcome
 from benchmarks.shared import parser
 
@@ -52,11 +54,19 @@ def campaign(
         "disk": partial(disk.campaign, folder),
         "hang": partial(hang.campaign, folder, chance),
         "slurm": partial(slurm.campaign, folder),
-        "month": partial(month.campaign, folder, chance, options.days, partial(print, flush=True)),
+        "month": partial(month_campaign, folder, chance, options.days),
     }
     for result in campaigns[kind]():
         print(f"  {result.what}: {result.notes}", flush=True)
         yield result
+
+
+def month_campaign(folder: Path, chance: random.Random, days: float) -> Iterator[JobOutcome]:
+    """Yield the outcomes of a month on this machine and, where it can run, on the Slurm testbed."""
+    say = partial(print, flush=True)
+    yield from month.campaign(folder, chance, days, say)
+    if not testbed.missing():
+        yield from month_slurm.campaign(folder / "slurm", chance, say)
 
 
 def merged(results: list[JobOutcome]) -> JobOutcome:
@@ -82,6 +92,8 @@ def main() -> int:
     results: list[JobOutcome] = []
     missing: list[str] = []
     lacks = {"disk": disk.missing, "slurm": testbed.missing}
+    if "month" in options.only and (reason := testbed.missing()):
+        missing.append(f"month on Slurm not proved: {reason}")
     with tempfile.TemporaryDirectory(prefix="fault_campaign_") as temporary:
         for kind in options.only:
             if reason := lacks.get(kind, str)():
