@@ -1,9 +1,11 @@
 """Check that faults lose nothing: disturb runs of pretrain_gpt.py in many ways, then resume them.
 
-    python benchmarks/fault_campaign.py [--only kills damage disk hang slurm month]
+    python benchmarks/fault_campaign.py [--only kills restarts damage disk hang slurm month]
         [--kills 100] [--flips 3] [--days 30] [--seed N]
 
 kills    SIGKILL of one rank or of all, at listed points of training, saves, loads and removals
+restarts SIGKILL of processes, of supervisors and of nodes of jobs that restart within themselves:
+         during training, and in the restart that follows
 damage   flipped bits; truncated, emptied, zeroed and lost files: each file of a checkpoint, and the
          tracker
 disk     a full disk, a folder that became read-only (needs root)
@@ -35,19 +37,31 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.faults import damage, disk, hang, kills, month, month_slurm, slurm, testbed
+from benchmarks.faults import (
+    damage,
+    disk,
+    hang,
+    kills,
+    month,
+    month_slurm,
+    restart_kills,
+    slurm,
+    testbed,
+)
 from benchmarks.faults.job import JobOutcome
 from benchmarks.shared import parser
 
-KINDS = ("kills", "damage", "disk", "hang", "slurm", "month")
+KINDS = ("kills", "restarts", "damage", "disk", "hang", "slurm", "month")
 
 
 def campaign(
     kind: str, folder: Path, chance: random.Random, options: argparse.Namespace
 ) -> Iterator[JobOutcome]:
     """Yield the results of a kind of fault, printing each fault."""
-    if kind == "kills":
-        yield from kills.campaign(folder, chance, options.kills, partial(print, flush=True))
+    say = partial(print, flush=True)
+    if kind in ("kills", "restarts"):
+        kill = kills.campaign if kind == "kills" else restart_kills.campaign
+        yield from kill(folder, chance, options.kills, say)
         return
     campaigns = {
         "damage": partial(damage.campaign, folder, chance, options.flips),
@@ -94,6 +108,8 @@ def main() -> int:
     lacks = {"disk": disk.missing, "slurm": testbed.missing}
     if "month" in options.only and (reason := testbed.missing()):
         missing.append(f"month on Slurm not proved: {reason}")
+    if "month" in options.only and (reason := disk.missing()):
+        missing.append(f"full disks of the month not proved: {reason}")
     with tempfile.TemporaryDirectory(prefix="fault_campaign_") as temporary:
         for kind in options.only:
             if reason := lacks.get(kind, str)():

@@ -136,6 +136,20 @@ def campaign(
         yield JobOutcome(what, notes, tuple(outcome.wrong))
 
 
+def differences(folder: Path, undisturbed: Path, last: int) -> list[str]:
+    """Return in what a run to step `last` differs from an undisturbed one; repeated steps count."""
+    problems = []
+    steps = history.steps(folder)
+    if different := history.differing(steps, dict(history.steps(undisturbed))):
+        problems.append(f"losses of steps {different[:8]} are not those of the undisturbed run")
+    if {iteration for iteration, _ in steps} != set(range(1, last + 1)):
+        problems.append("steps are missing")
+    names = history.tensors_that_differ(history.newest(folder), history.newest(undisturbed))
+    if names:
+        problems.append(f"in the end {len(names)} tensors differ, e.g. {names[0]}")
+    return problems
+
+
 class _Running:
     """A training that is killed at `kills` points (None: all) and may then finish."""
 
@@ -188,7 +202,6 @@ class _Running:
     def run(self) -> ChainOutcome:
         undisturbed = self.folder / "whole"
         run_well(self.chain.ranks, self.arguments(undisturbed), self.folder / "logs_whole")
-        reference = dict(history.steps(undisturbed))
         for number, moment in enumerate(self.moments):
             self.one(number, moment)
         before = len(self.records())
@@ -197,18 +210,8 @@ class _Running:
         if any(job.codes):
             self.outcome.faults.append(f"the last start failed: {job.tail()}")
             return self.outcome
-        steps = history.steps(self.save)
-        self.outcome.steps_compared = len(steps)
-        different = history.differing(steps, reference)
-        if different:
-            self.outcome.faults.append(
-                f"losses of steps {different[:8]} are not those of the undisturbed run"
-            )
-        if {iteration for iteration, _ in steps} != set(range(1, self.last + 1)):
-            self.outcome.faults.append("steps are missing")
-        names = history.tensors_that_differ(history.newest(self.save), history.newest(undisturbed))
-        if names:
-            self.outcome.faults.append(f"in the end {len(names)} tensors differ, e.g. {names[0]}")
+        self.outcome.steps_compared = len(history.steps(self.save))
+        self.outcome.faults += differences(self.save, undisturbed, self.last)
         shutil.rmtree(self.folder)
         return self.outcome
 
