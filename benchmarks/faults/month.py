@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import importlib
 import itertools
 import json
@@ -61,6 +62,7 @@ HANG_TIMEOUT_S = 3.0
 OTHERS_LEAVE_S = 60.0
 LEAVE_S = 5.0  # time in which the processes of a job have to end after their supervisors
 MORE_HELD = 3  # descriptors or threads that a process may hold at one time and not at another
+NO_SPACE = os.strerror(errno.ENOSPC)
 MOST_KIB = 300  # memory by which each restart may enlarge a process that survives it
 LAYOUT = ("--pipeline-model-parallel-size", "2", "--zero-stage", "0")
 
@@ -465,6 +467,13 @@ def campaign(
     )
 
 
+def _logs_of_starts_with(code: int, folder: Path, starts: Sequence[Start]) -> Iterator[str]:
+    """Yield the output of the first rank in each start in which a process had an exit code."""
+    for number, start in enumerate(starts):
+        if code in start.codes:
+            yield (folder / f"logs_{number:02}" / "rank_0.log").read_text(errors="replace")
+
+
 def check(
     folder: Path,
     save: Path,
@@ -501,12 +510,10 @@ def check(
     occurred = len(list((folder / "marks").glob("fault_???")))
     if occurred != len(faults):
         problems.append(f"{occurred} of {len(faults)} faults occurred")
-    unexpected = {code for start in starts for code in start.codes} - {
-        0,
-        EXIT_LOST_RANK,
-        -9,
-        128 + 9,
-    }
+    codes = {code for start in starts for code in start.codes}
+    unexpected = codes - {0, EXIT_LOST_RANK, -9, 128 + 9}
+    if all(NO_SPACE in logs for logs in _logs_of_starts_with(2, folder, starts)):
+        unexpected.discard(2)  # the last save failed
     if unexpected:
         problems.append(f"exit codes {sorted(unexpected)}")
     problems += [f"left behind: {', '.join(start.left)}" for start in starts if start.left]
