@@ -3,9 +3,9 @@
 Each fault is a pair of kills: the first during training, the second during the restart that follows
 (or the first steps after it). The points are those that a job with one restart reaches, in its
 training processes and in its supervisors; a seed selects among them. The job has to recover without
-a new start. A last kill may hit the supervisor of the first task, which ends the job: it is then
-started again. All losses, also of repeated steps, and the last state must equal those of an
-undisturbed run.
+a new start. The last of them may be the loss of the first task's supervisor, or SIGTERM or SIGINT to
+all tasks: the job ends, and is started again. All losses, also of repeated steps, and the last state
+must equal those of an undisturbed run.
 
 The processes are on one machine; the names of their nodes are not its own.
 """
@@ -34,11 +34,12 @@ from tests.helpers.fault_points import moment_name
 SAVE_INTERVAL = 5
 PATIENCE = 3  # steps after which a first kill that was not reached strikes at a step
 GAP = 10  # steps between pairs: more than a restart goes back, and all patience
-ENDS = 0.3  # probability that the last kill of a job is that of the first task
+ENDS = 0.5  # probability that the last fault of a job ends it
 _LISTED_KILL = SAVE_INTERVAL + 2  # step of the kill of the job that lists the points
 
 Role = Literal["trainer", "supervisor"]
-Victims = Literal["process", "task", "node"]
+Victims = Literal["process", "task", "node", "terminate", "interrupt"]
+_SIGNALS = {"terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Strike:
-    """A kill at the nth time that a process reaches a point; `victims`: it, its task, its node."""
+    """A kill at the nth time that a process reaches a point.
+
+    victims  the process, its task, or its node; or a signal to all tasks, which end the job
+    """
 
     point: Point
     nth: int
@@ -234,7 +238,7 @@ class _Injection:
 
     def _kill(self, which: str, pair: Pair, victims: Victims, moment: str) -> None:
         """Kill the victims, unless another process has met this kill."""
-        lost = {"process": [], "task": [self.task], "node": self.on_node}[victims]
+        lost = {"task": [self.task], "node": self.on_node}.get(victims, [])
         met = {
             "generation": self.generation,
             "task": self.task,
@@ -248,6 +252,11 @@ class _Injection:
         try:
             os.link(temporary, path)
         except FileExistsError:
+            return
+        if victims in _SIGNALS:
+            for file in Path(self.folder).glob("supervisor_*"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(file.read_text()), _SIGNALS[victims])
             return
         supervisors = [int(Path(self.folder, f"supervisor_{task}").read_text()) for task in lost]
         for process in sorted(supervisors, key=lambda one: one == self.supervisor):
@@ -386,8 +395,9 @@ class _Running:
         count = len(seconds) if kills is None else (kills + 1) // 2
         pairs = [Pair(n, GAP * n + 2, drawn(trained), drawn(seconds)) for n in range(count)]
         if self.chance.random() < ENDS:
-            first = Strike(chosen([point for point in seconds if point.task == 0]), 1, "task")
-            pairs[-1] = replace(pairs[-1], second=first)
+            kinds: list[Victims] = ["task", "terminate", "interrupt"]
+            of_first = chosen([point for point in seconds if point.task == 0])
+            pairs[-1] = replace(pairs[-1], second=Strike(of_first, 1, self.chance.choice(kinds)))
         return pairs
 
     def _disturbed(self, pairs: Sequence[Pair], save: Path, last: int) -> tuple[int, int]:
@@ -408,7 +418,7 @@ class _Running:
         expected = [-signal.SIGKILL if n in lost else others for n in range(self.layout.tasks)]
         if codes != expected:
             self.problems.append(f"exit codes {codes} instead of {expected}:\n{job.tail()}")
-        if 0 not in lost:
+        if met[-1]["lost"] != [0] and met[-1]["victims"] not in _SIGNALS:
             return len(met), 1
         codes, job = self._job("again", save, last, 1, [])
         if any(codes):

@@ -167,8 +167,14 @@ class Membership:
         tasks    numbers in the current generation of the tasks whose processes are to be ended
         replace  whether spares should take the place of their nodes
         """
-        text = symptom[:_CAUSE_CHARACTERS]
-        self._send(LOST, symptom=text, ranks=list(tasks), compared=compared, replace=replace)
+        self._send(
+            LOST,
+            generation=self._left,
+            symptom=symptom[:_CAUSE_CHARACTERS],
+            ranks=list(tasks),
+            compared=compared,
+            replace=replace,
+        )
 
     def next(self) -> Generation | None:
         """Wait for the next generation; None if the job ends.

@@ -434,6 +434,8 @@ class Supervisor:
             elif kind == FAILED:
                 child.error = message["symptom"]
             elif kind == LOST and self._symptom is None:
+                if message["generation"] != self._generation:  # a thread was late
+                    continue
                 # Another supervisor may know more: its process has died.
                 patience = 0.0 if message["ranks"] or message["compared"] else _PATIENCE_S
                 self._symptom = (self.clock() + patience, message)
