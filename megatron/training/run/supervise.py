@@ -94,6 +94,9 @@ def import_for_training(config: Config) -> None:
     if not on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cuda")  # DeepSpeed would look for devices
     import_deepspeed("cpu" if on_cpu else "cuda")
+    import numpy.random  # noqa: F401
+    import rich.progress  # noqa: F401
+
     import megatron.checkpoint.load
     import megatron.checkpoint.save
     import megatron.training.run.setup  # noqa: F401
