@@ -32,8 +32,8 @@ from megatron.errors import EXIT_LOST_RANK
 from tests.helpers.fault_points import moment_name
 
 SAVE_INTERVAL = 5
-PATIENCE = 3  # steps after which a first kill that was not reached strikes at a step
-GAP = 10  # steps between pairs: more than a restart goes back, and all patience
+PATIENCE = 5  # steps after which a first kill that was not reached strikes at a step
+GAP = 12  # steps between pairs: more than a restart goes back, and all patience
 ENDS = 0.5  # probability that the last fault of a job ends it
 _LISTED_KILL = SAVE_INTERVAL + 2  # step of the kill of the job that lists the points
 
