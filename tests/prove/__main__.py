@@ -48,10 +48,10 @@ CAMPAIGNS = {
     ),
     "kills": Campaign(
         "runs that are killed, damaged, hung or out of disk continue bit for bit from the newest "
-        "complete checkpoint",
-        14,
+        "complete checkpoint, and jobs that restart within themselves from the newest state",
+        24,
         programs=(
-            "benchmarks/fault_campaign.py --only kills damage disk hang",
+            "benchmarks/fault_campaign.py --only kills restarts damage disk hang",
             "benchmarks/prove_resume.py",
         ),
     ),
