@@ -9,6 +9,9 @@ steps as --saves intervals, and one without has the same. A block's time is that
 rank. Printed are the ratio of the two, block by block, as median with its 95 % interval, and the
 stall and the time to completion of saves.
 
+Other programs lengthen steps, but hardly add processor time, which is that of rank 0; a save on
+cores that do not train costs less than its share of this time.
+
 A share of 1 % is lost in the scatter of steps. With a short --interval the cost of a save is many
 times that, and gives the share at the interval that `auto` has chosen: both are printed.
 
@@ -151,11 +154,8 @@ def worker(size: str, interval: int, blocks: int, saves: int, folder: str) -> No
             "bytes": size_bytes,
             "on": [seconds for seconds, _ in times[True]],
             "off": [seconds for seconds, _ in times[False]],
-            "used_s": chosen
-            * (
-                statistics.median(used for _, used in times[True])
-                - statistics.median(used for _, used in times[False])
-            ),
+            "used_on": [used for _, used in times[True]],
+            "used_off": [used for _, used in times[False]],
             "stalls": [event.stall_s for event in published],
             "complete": [event.elapsed_s for event in published],
             "parts": parts,
@@ -170,6 +170,8 @@ def report(options: Any, answer: Record) -> str:
     ratios = [on / off for on, off in zip(answer["on"], answer["off"], strict=True)]
     low, high = median_interval(ratios)
     gb = answer["bytes"] / 1e9
+    of_step = statistics.median(answer["used_off"])
+    of_save = answer["interval"] * (statistics.median(answer["used_on"]) - of_step)
     interval = answer["interval"]
     auto = answer["auto"]
     cost, least, most = (interval * (ratio - 1) for ratio in (statistics.median(ratios), low, high))
@@ -190,7 +192,12 @@ def report(options: Any, answer: Record) -> str:
             f"{100 * cost / auto:.2f} ({100 * least / auto:.2f} to {100 * most / auto:.2f})",
         ],
         ["stall of a save, ms", spread([1e3 * s for s in answer["stalls"]], ".1f")],
-        ["processor time of a save, ms", f"{1e3 * answer['used_s']:.0f}"],
+        ["processor time of a save, ms", f"{1e3 * of_save:.0f}"],
+        ["processor time of a step, ms", f"{1e3 * of_step:.0f}"],
+        [
+            "share of the processor time at the interval of `auto`, %",
+            f"{100 * of_save / of_step / auto:.2f}",
+        ],
         ["complete after, s", spread(answer["complete"], ".2f")],
         *(
             [f"{name}, ms", f"{1e3 * seconds:.1f} ({gb / seconds:.1f} GB/s)"]

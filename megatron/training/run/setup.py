@@ -386,7 +386,8 @@ def assemble(
     tasks = read_tasks(config.training.eval_tasks or (), tokenizer, context_of(config))
     continued = decided_by_first(topology, partial(continued_data, config, stored, before))
     datasets, samples, build = build_data(config, topology, tokenizer, batches, reporter, continued)
-    chunks, engine = build_model(config, sizes, topology, reporter)
+    # A local checkpoint has all parameters: this job has saved them.
+    chunks, engine = build_model(config, sizes, topology, reporter, draws=in_memory is None)
     sys.audit("megatron.run.built")
     with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):
         if local is not None and in_memory is not None:
@@ -520,15 +521,18 @@ def build_data(
 
 
 def build_model(
-    config: Config, sizes: ModelSizes, topology: Topology, reporter: Reporter
+    config: Config, sizes: ModelSizes, topology: Topology, reporter: Reporter, draws: bool = True
 ) -> tuple[torch.nn.ModuleDict, Engine]:
-    """Build this rank's stages and their engine. Raises ConfigError if all weights are frozen."""
+    """Build this rank's stages and their engine. Raises ConfigError if all weights are frozen.
+
+    Without `draws` the parameters are zeros instead of initial values.
+    """
     # On a CPU, permanent buffers are kept outside the heap that the steps use.
     tuned = topology.device.type == "cpu" and config.training.allocator_tuning
     mapped = mapped_blocks() if tuned else contextlib.nullcontext()
     with mapped, reporter.console.doing("building the model and the engine"):
         late = config.engine.zero_stage == 3
-        chunks = build_chunks(config, topology, layer_context(config, topology, late=late))
+        chunks = build_chunks(config, topology, layer_context(config, topology, draws, late))
         engine = Engine(config, topology, chunks)
     chunks.train()
     if frozen := engine.frozen_parameters():
