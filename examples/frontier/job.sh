@@ -336,7 +336,7 @@ wait_through_signals() {
         since=$SECONDS stopped=1
     done
     wait "$1" || code=$?
-    [[ -z $stopped ]] || code=$(<"$end") || code=75
+    if [[ -n $stopped ]]; then code=$(grep -xE '[0-9]+' "$end") || code=75; fi
     trap - USR1 TERM
     return "$code"
 }

@@ -470,18 +470,20 @@ class Supervisor:
         how = f"exit code {code}" + (f": {child.error}" if child.error else "")
         if code < 0:
             how = f"signal {-code} ({signal.Signals(-code).name})"
-        users = 0
+        user_code = 0
         if code not in (0, *_RESTARTABLE) and (code > 0 or -code == self._signal):
-            users = code if code > 0 else 128 - code
-        ends = users > 0 or self._count(self._key("done")) > 0
+            user_code = code if code > 0 else 128 - code
+        ends = user_code > 0 or self._count(self._key("done")) > 0
         where = f"rank {self._shown} ({self.launch.node}, process {child.pid})"
-        self._fail(f"{where} ended with {how}", final=ends, users=users, node=self.launch.node)
+        self._fail(
+            f"{where} ended with {how}", final=ends, user_code=user_code, node=self.launch.node
+        )
 
     def _fail(
         self,
         cause: str,
         final: bool = False,
-        users: int = 0,
+        user_code: int = 0,
         node: str = "",
         ranks: Sequence[int] = (),
         compared: bool = False,
@@ -490,14 +492,14 @@ class Supervisor:
         """Report a fault to all supervisors, unless another one has been reported.
 
         final               whether the job ends
-        users               exit code if the user must mend something, or has ended the job; else 0
+        user_code           exit code if the user must mend something, or has ended the job; else 0
         node                the node that has the fault; "" if unknown
         ranks, compared, replace  as in Membership.announce
         """
         failure = {
             "cause": cause,
             "final": final,
-            "users": users,
+            "user_code": user_code,
             "node": node,
             "ranks": list(ranks),
             "compared": compared,
@@ -594,7 +596,7 @@ class Supervisor:
         number = self._generation + 1
         waited_s = self.clock() - self._failed_at
         if failure["final"]:
-            return self._finish(failure["cause"], failure["users"])
+            return self._finish(failure["cause"], failure["user_code"])
         if not self._alive:
             self._alive = True
             sys.audit(_EVENT, "answering")
@@ -749,18 +751,18 @@ class Supervisor:
         code = child.code or 0
         return 128 - code if code < 0 else code
 
-    def _finish(self, cause: str, users: int = 0) -> int:
+    def _finish(self, cause: str, user_code: int = 0) -> int:
         """End this task after a fault without a restart; return the exit code.
 
-        users   exit code of an error that would come again; 0 if the job may be requeued
+        user_code   exit code of an error that would come again; 0 if the job may be requeued
         """
-        code = users or EXIT_LOST_RANK
+        code = user_code or EXIT_LOST_RANK
         self.note_end(code)
         if self._child is not None:
             code = self._end(self._child, cause)
         if self.leads:
             self.say(f" the job ends: {cause}")
-            if not users:
+            if not user_code:
                 self.on_end(self._saved)
         self._depart()
         return code
