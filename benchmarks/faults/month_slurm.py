@@ -41,15 +41,10 @@ GAP = 15  # steps between two faults, on average, besides those until the job ha
 MINUTES = 60  # time limit of each start
 LEFT_S = 90  # least time that a shorter time limit leaves
 NODE = "node"
-CASES = (
-    *(NODE,) * 3,
-    "first node",
-    "process without controller",
-    "preemption",
-    "SIGTERM",
-    "SIGUSR1",
-    "time limit",
-)
+CONTROLLER = "process without controller"
+LIMIT = "time limit"
+ENDING = ("first node", "preemption", "SIGTERM", "SIGUSR1")
+CASES = (*(NODE,) * 3, *ENDING, CONTROLLER, LIMIT)
 """A node whose place a spare takes, or, without one, whose loss ends the job, as that of the first
 node does; a process that dies while Slurm's controller is stopped; `scontrol requeue`, as for
 another job; signals, of which SIGUSR1 is Slurm's before the time limit; a limit of which the program
@@ -120,7 +115,7 @@ class _Month:
             if victim and self.spare:
                 self.training.append(self.spare)
                 self.spare, code = "", None
-        elif case == "process without controller":
+        elif case == CONTROLLER:
             victim, code = self._chance.randrange(RANKS), None
             self._testbed.control("stop-controller")
             at = time.time()
@@ -130,7 +125,7 @@ class _Month:
             self._testbed.control("start-controller")
         elif case == "preemption":
             self._testbed.ask("scontrol", "requeue", self.job.number)
-        elif case == "time limit":
+        elif case == LIMIT:
             self._testbed.shorten(self.job.number, LEFT_S)
         else:
             self._testbed.ask("scancel", f"--signal={case}", self.job.number)
@@ -140,7 +135,7 @@ class _Month:
             self._expected += 1
         else:
             self._end(code, "PENDING")
-            if case == "time limit":
+            if case == LIMIT:
                 at = history.records(self.job.checkpoints, "iteration")[-1]["time"]
             self._start_again()
         if case == NODE and code == EXIT_LOST_RANK:
@@ -204,12 +199,23 @@ class _Month:
             self.problems.append(f"{number} restarts within the job, not {self._expected}")
 
 
+def draw(chance: random.Random) -> list[str]:
+    """Return the cases in random order.
+
+    The time limit follows a new start: without accounting Slurm refuses to change a job that has
+    lost a node.
+    """
+    cases = [case for case in CASES if case != LIMIT]
+    chance.shuffle(cases)
+    cases.insert(1 + cases.index(chance.choice(ENDING)), LIMIT)
+    return cases
+
+
 def campaign(
     folder: Path, chance: random.Random, say: Callable[[str], None]
 ) -> Iterator[JobOutcome]:
     """Let a job meet the faults; compare it with the same training undisturbed."""
-    cases = list(CASES)
-    chance.shuffle(cases)
+    cases = draw(chance)
     say(f"{len(cases)} faults of a scheduler: {', '.join(cases)}")
     folder.mkdir(parents=True, exist_ok=True)
     with Testbed(nodes=len(NODES)) as testbed:
