@@ -367,10 +367,13 @@ class FlightState:
         return state if state.call is None else replace(state, call=PendingCall(*state.call))
 
 
-def file_name(launch: Launch) -> str:
-    """Return a file name that the ranks of this job on this node share with no other job."""
+def file_path(launch: Launch, folder: Path | None = None) -> Path:
+    """Return a path that the ranks of this job on this node share with no other job."""
+    if folder is None:
+        shared = Path("/dev/shm")
+        folder = shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     digest = hashlib.sha256(os.fsencode(f"{launch.master_port}-{launch.job}-{launch.node}"))
-    return f"megatron-{os.getuid()}-{digest.hexdigest()[:32]}.flight"
+    return folder / f"megatron-{os.getuid()}-{digest.hexdigest()[:32]}.flight"
 
 
 class FlightFile:
@@ -378,14 +381,12 @@ class FlightFile:
 
     It is in /dev/shm, which is memory, or else in the folder for temporary files. Once all ranks of
     the node have opened it, its name is removed: the file disappears with the last process, however
-    that process ends. A rank that cannot open or enlarge the file sees only its own page.
+    that process ends. If a rank dies before that, a later job, or its supervisor, removes the name. A
+    rank that cannot open or enlarge the file sees only its own page.
     """
 
     def __init__(self, launch: Launch, folder: Path | None = None) -> None:
-        if folder is None:
-            shared = Path("/dev/shm")
-            folder = shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-        self._path = folder / file_name(launch)
+        self._path = file_path(launch, folder)
         start = launch.local_rank * _PAGE
         self._lock = threading.Lock()  # the watchdog's thread reads while another one closes
         self._fd = -1

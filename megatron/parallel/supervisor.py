@@ -36,6 +36,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from megatron.errors import EXIT_LOST_RANK, LaunchError
+from megatron.parallel.flight import file_path
 from megatron.parallel.host_processes import bounded
 from megatron.parallel.launch import Launch
 from megatron.parallel.membership import (
@@ -220,6 +221,7 @@ class Supervisor:
         self.leads = self.launch.task == 0
         self._memory = os.memfd_create("megatron-state")
         self._child: _Child | None = None
+        self._launched: Launch | None = None  # the identity of the training process
         self._generation = 0
         # This task's number in the generation, from which its training process's rank may differ.
         self._rank: int | None = None
@@ -342,6 +344,7 @@ class Supervisor:
     def _start(self, generation: Generation) -> None:
         """Tell the training process to begin a generation; fork one if there is none."""
         self._enter(generation.number, generation.launch.rank)
+        self._launched = generation.launch
         self._size = generation.launch.world_size
         sys.audit(_EVENT, "starting")
         forked = self._child is None or self._child.ended()
@@ -718,8 +721,14 @@ class Supervisor:
         values = [json.dumps(place) for place in places.values()]
         self.store.store.multi_set(keys, values)  # type: ignore[attr-defined]
 
+    def _remove_flight_file(self) -> None:
+        """Remove the file that a process has left which was killed while the ranks met."""
+        if self._launched is not None:
+            file_path(self._launched).unlink(missing_ok=True)
+
     def _follow(self, number: int, decision: Mapping[str, Any]) -> int | None:
         """Take this task's place in the next generation; return the exit code if there is none."""
+        self._remove_flight_file()
         if "end" in decision:
             return self._finish(decision["end"])
         place = self._get(f"place/{number}/{self.launch.task}")
@@ -748,6 +757,7 @@ class Supervisor:
             self._saved |= any(one["kind"] == SAVED for one in child.messages(_TICK_S))
         if not child.ended():
             child.kill()
+        self._remove_flight_file()
         code = child.code or 0
         return 128 - code if code < 0 else code
 

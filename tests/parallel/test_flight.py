@@ -14,7 +14,7 @@ from megatron.parallel.flight import (
     FlightRecorder,
     FlightState,
     PendingCall,
-    file_name,
+    file_path,
 )
 from megatron.parallel.host_processes import (
     DEAD,
@@ -147,9 +147,9 @@ def test_ranks_of_a_node_see_each_other_and_leave_no_file(tmp_path):
 
 
 def test_jobs_and_nodes_have_files_of_their_own():
-    names = {file_name(launch(0)), file_name(launch(0, job="b")), file_name(launch(0, node="n2"))}
-    assert len(names) == 3 and file_name(launch(0)) == file_name(launch(3))
-    assert "/" not in file_name(launch(0, job=f"a/../{'b' * 300}"))
+    names = {file_path(launch(0)), file_path(launch(0, job="b")), file_path(launch(0, node="n2"))}
+    assert len(names) == 3 and file_path(launch(0)) == file_path(launch(3))
+    assert file_path(launch(0, job=f"a/../{'b' * 300}")).parent == file_path(launch(0)).parent
 
 
 def test_a_file_of_a_job_that_was_killed_is_used_again(tmp_path):

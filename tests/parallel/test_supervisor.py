@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.errors import EXIT_LOST_RANK
 from megatron.parallel import supervisor as module
+from megatron.parallel.flight import file_path
 from megatron.parallel.launch import Launch
 from megatron.parallel.membership import Generation
 from megatron.parallel.supervisor import RestartLimits, Supervisor, Task, places
@@ -271,17 +272,20 @@ def test_a_process_that_is_connecting_its_groups_is_replaced_at_once():
         membership.reached(generation.number + 1)
         if generation.number == 1:
             return 0
+        file_path(generation.launch).touch()  # for the flight records, until all have met
         signal.pause()  # like a call of gloo
         return 1
 
     with Job([connects, trains(1)]) as job:
         job.reach(0)
         started = job.clock.now
+        launched = job.tasks[0]._launched
         job.kill(1)
         job.until(lambda: job.tasks[0]._generation == 1)
         assert job.decision["restarts"] == {"forked": 2}
         assert job.clock.now - started < 1.0
         assert job.end() == [0, 0]
+        assert not file_path(launched).exists()
 
 
 def test_a_supervisor_that_hangs_at_the_end_does_not_keep_the_others():
@@ -337,7 +341,9 @@ def test_without_spares_the_job_shrinks_or_ends(size):
 
 
 def test_a_node_that_dies_at_once_again_is_dropped():
-    with Job(trains(2, progresses=False), n=3, nodes=True, smaller=lambda left: min(left, 2)) as job:
+    with Job(
+        trains(2, progresses=False), n=3, nodes=True, smaller=lambda left: min(left, 2)
+    ) as job:
         for generation in range(2):
             job.until(lambda g=generation: all(task._generation == g for task in job.tasks))
             job.kill(1)
