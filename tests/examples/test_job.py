@@ -176,6 +176,13 @@ def test_a_job_that_saved_after_a_signal_has_ended_well(tmp_path, signal, trap):
     assert not ended.requeued
 
 
+def test_tasks_that_hang_when_the_job_has_ended_do_not_hold_the_nodes(tmp_path):
+    tasks = 'echo 0 >"$MEGATRON_JOB_END"; while :; do :; done'
+    ended = train(tmp_path, SRUN_WAIT="1", STUB_srun=f"[[ $* != *{PROGRAM}* ]] || {{ {tasks}; }}")
+    assert ended.code == 0, ended.log
+    assert not ended.requeued
+
+
 @pytest.mark.parametrize(
     ("ends", "code", "requeued"),
     [
