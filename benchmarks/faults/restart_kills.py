@@ -380,10 +380,10 @@ class _Running:
 
         def drawn(points: Sequence[Point]) -> Strike:
             nonlocal left
-            kinds: list[Victims] = ["process", "process", "task", "node"]
+            kinds: list[Victims] = ["process", "task", "node", "node"]
             while True:
                 point = chosen(points)
-                victims = self.chance.choice(kinds if point.role == "trainer" else kinds[2:])
+                victims = self.chance.choice(kinds if point.role == "trainer" else kinds[1:])
                 on_node = set(self.layout.on_node(point.task)) - lost
                 gone = {"process": set(), "task": {point.task}, "node": on_node}[victims]
                 if point.task not in lost and 0 not in gone and len(gone) <= left:

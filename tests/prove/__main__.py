@@ -49,7 +49,7 @@ CAMPAIGNS = {
     "kills": Campaign(
         "runs that are killed, damaged, hung or out of disk continue bit for bit from the newest "
         "complete checkpoint, and jobs that restart within themselves from the newest state",
-        24,
+        26,
         programs=(
             "benchmarks/fault_campaign.py --only kills restarts damage disk hang",
             "benchmarks/prove_resume.py",
