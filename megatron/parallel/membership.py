@@ -186,7 +186,6 @@ class Membership:
         if self._left >= 0:  # the first START may have arrived
             self.abort = lambda: None  # it refers to the groups
         gc.collect()  # the parts of a run refer to each other, and hold device memory and groups
-        gc.freeze()  # what is imported; each later collection of it would take 0.15 s
         groups = [[group] for group in self.groups]
         self.groups = ()
         while groups:
