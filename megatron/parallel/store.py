@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -91,6 +92,24 @@ class StoreConnection:
             return self.store
         return self._of_job(self._client())
 
+    def answers(self) -> bool:
+        """Return whether the server of the store answers another connection."""
+        address = self.launch.store_host, self.launch.master_port
+        try:
+            socket.create_connection(address, timeout=ANSWER_S).close()
+            bounded(partial(self._connect, address), ANSWER_S)
+        except (RuntimeError, OSError, LaunchError):
+            return False
+        return True
+
+    @staticmethod
+    def _connect(address: tuple[str, int]) -> dist.Store:
+        # torch retries after ever longer pauses, and when its own timeout expires it prints stack
+        # traces.
+        return dist.TCPStore(
+            *address, None, is_master=False, timeout=_FOREVER, wait_for_workers=False
+        )
+
     def _of_job(self, store: dist.Store) -> dist.Store:
         return dist.PrefixStore(self.launch.store_prefix(), store)
 
@@ -130,13 +149,7 @@ class StoreConnection:
         )
         seconds = self.timeout.total_seconds()
         deadline = self.clock() + seconds
-
-        def connect() -> dist.Store:
-            # torch retries after ever longer pauses, and when its own timeout expires it prints
-            # stack traces.
-            return dist.TCPStore(
-                *address, None, is_master=False, timeout=_FOREVER, wait_for_workers=False
-            )
+        connect = partial(self._connect, address)
 
         try:
             try:

@@ -288,7 +288,7 @@ class Supervisor:
                 if code is not None:
                     return code
         except _StoreLostError as error:
-            return self._without_store(str(error))
+            return self._without_store(str(error), isinstance(error, _NoDecisionError))
         finally:
             if self._child is not None and not self._child.ended():
                 self._child.kill()
@@ -627,7 +627,7 @@ class Supervisor:
         decision = self._get(f"generation/{number}")
         if decision is None:
             if waited_s > self.limits.leaving_s + self.timeout.total_seconds():
-                raise _StoreLostError("the leader has not decided on the next generation")
+                raise _NoDecisionError("the leader has not decided on the next generation")
             return None
         return self._follow(number, decision)
 
@@ -777,9 +777,23 @@ class Supervisor:
         self._depart()
         return code
 
-    def _without_store(self, reason: str) -> int:
-        """End this task after the loss of the store; return the exit code."""
+    def _without_store(self, reason: str, undecided: bool = False) -> int:
+        """End this task after the loss of the store; return the exit code.
+
+        If only the connection of this node is lost, the others go on without it.
+
+        undecided  whether the leader, and not its store, gives no answer
+        """
         cause = f"the store of the job is lost ({reason})"
+        if not undecided and not self.store.serves_store and self.store.answers():
+            cause = (
+                f"{self.launch.node} has lost its connection to {self.store.store_name} ({reason})"
+            )
+            if self.launch.local_rank == 0:
+                self.say(f" this node leaves the job: {cause}")
+            if self._child is not None:
+                self._end(self._child, cause)
+            return 0
         if self._child is not None and self._end(self._child, cause) == 0:
             self.note_end(0)
             return 0
@@ -797,6 +811,10 @@ class Supervisor:
 
 class _StoreLostError(Exception):
     """The store does not answer: the process that serves it, or its node, is lost."""
+
+
+class _NoDecisionError(_StoreLostError):
+    """The store answers, but the leader does not decide."""
 
 
 def device_is_open() -> bool:

@@ -17,6 +17,7 @@ from megatron.parallel import supervisor as module
 from megatron.parallel.flight import file_path
 from megatron.parallel.launch import Launch
 from megatron.parallel.membership import Generation
+from megatron.parallel.store import StoreConnection
 from megatron.parallel.supervisor import RestartLimits, Supervisor, Task, places
 from tests.helpers.clock import VirtualClock
 
@@ -359,16 +360,23 @@ class _Lost:
         raise RuntimeError("connection reset by peer")
 
 
-def test_without_its_store_the_job_ends_and_one_supervisor_of_the_node_says_so():
+@pytest.mark.parametrize("answers", [False, True])
+def test_without_its_store_the_job_ends_and_one_supervisor_of_the_node_says_so(
+    monkeypatch, answers
+):
+    """A node that has only lost its connection ends by itself, and does not requeue the job."""
+    monkeypatch.setattr(StoreConnection, "answers", lambda store: answers)
+    monkeypatch.setattr(StoreConnection, "serves_store", False)
     with Job(trains(9)) as job:
         job.reach(0)
         for task in job.tasks:
             task.store.store = _Lost()
             with pytest.raises(module._StoreLostError) as error:
                 task._tick()
-            assert task._without_store(str(error.value)) == EXIT_LOST_RANK
-        assert job.ends == [True]
-        assert job.noted == [EXIT_LOST_RANK] * 2
+            assert task._without_store(str(error.value)) == (0 if answers else EXIT_LOST_RANK)
+            assert task._child.ended()
+        assert job.ends == ([] if answers else [True])
+        assert job.noted == ([] if answers else [EXIT_LOST_RANK] * 2)
         assert "connection reset by peer" in job.said[0]
 
 
