@@ -163,6 +163,8 @@ def worker(size: str, interval: int, blocks: int, saves: int, folder: str) -> No
         (home / "results.json").write_text(json.dumps(results))
     run.close()
     rendezvous.close()
+    sys.stdout.flush()
+    os._exit(0)  # as a training process ends: threads of gloo may still run
 
 
 def report(options: Any, answer: Record) -> str:
