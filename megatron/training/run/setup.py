@@ -221,6 +221,7 @@ def run_training(
             rendezvous.fail(f"{type(error).__name__}: {error}")
             raise
     finally:
+        signals.saving = lambda: False  # it refers to the run, which must end before the next one
         if claim is not None:
             claim.release()
         rendezvous.close()

@@ -28,25 +28,32 @@ def arm(folder, faults, log=""):
     Its processes write what they hold at each step to `log`.
     """
     if log:
-        engines = weakref.WeakSet()
-        patch = pytest.MonkeyPatch()
+        alive = weakref.WeakSet()
+        engines = [0]
         begin = Engine.__init__
-        patch.setattr(
-            Engine, "__init__", lambda self, *rest: engines.add(self) or begin(self, *rest)
-        )
-        sys.addaudithook(lambda event, _: event == STEP and write_holdings(log, engines))
+
+        def count(self, *rest):
+            alive.add(self)
+            engines[0] = max(engines[0], len(alive))
+            begin(self, *rest)
+
+        pytest.MonkeyPatch().setattr(Engine, "__init__", count)
+        sys.addaudithook(lambda event, _: event == STEP and write_holdings(log, engines[0]))
     for step, what in faults:
         strike_once(f"{folder}/{step}-{what}", STEP, step, what)
 
 
 def write_holdings(log, engines):
-    """Append process, numbers of open descriptors, threads of Python and of the kernel, engines."""
+    """Append process, numbers of open descriptors, threads of Python and of the kernel, engines.
+
+    engines  the most that have existed at a time: on a GPU two may not fit
+    """
     held = [
         os.getpid(),
         len(os.listdir("/proc/self/fd")),
         threading.active_count(),
         len(os.listdir("/proc/self/task")),
-        len(engines),
+        engines,
     ]
     with open(log, "a") as file:
         file.write(json.dumps(held) + "\n")
