@@ -785,7 +785,11 @@ class Supervisor:
         undecided  whether the leader, and not its store, gives no answer
         """
         cause = f"the store of the job is lost ({reason})"
-        if not undecided and not self.store.serves_store and self.store.answers():
+        alone = not undecided and not self.store.serves_store
+        if alone:
+            self.sleep(ANSWER_S)  # the process that serves it may be ending
+            alone = self.store.answers()
+        if alone:
             cause = (
                 f"{self.launch.node} has lost its connection to {self.store.store_name} ({reason})"
             )

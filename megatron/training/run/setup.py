@@ -51,6 +51,7 @@ from megatron.parallel.membership import Membership
 from megatron.parallel.process_descriptions import compare
 from megatron.parallel.rank_mapping import RankMapping, RankPlan, check_devices
 from megatron.parallel.rendezvous import Rendezvous, symptom
+from megatron.parallel.store import ANSWER_S
 from megatron.parallel.topology import Topology
 from megatron.training.report.energy import EnergyMeter
 from megatron.training.report.events import Restarted, Start
@@ -240,7 +241,11 @@ def take_part(run: Run, membership: Membership, rendezvous: Rendezvous) -> None:
     """Report the run's progress and faults to the supervisor, and a restart to the user."""
 
     def announce(seen: str, ranks: Sequence[int], replace: bool = False) -> None:
-        membership.announce(seen, [rendezvous.tasks[r] for r in ranks], replace=replace)
+        tasks = list[int]()
+        # without the store the job does not restart
+        with contextlib.suppress(RuntimeError, LaunchError):
+            tasks = bounded(lambda: [rendezvous.tasks[rank] for rank in ranks], ANSWER_S)
+        membership.announce(seen, tasks, replace=replace)
 
     run.callbacks.append(ReportsProgress(membership))
     if run.watchdog is not None:
