@@ -41,7 +41,7 @@ class Timeline:
                None for faults that stop nothing
     restarts   seconds of each restart within the job, to its first step
     starts     seconds of each start, to its first step
-    breaks     seconds from the last step of each job that a fault has ended to its end
+    breaks     seconds from the last step or restart of each job that a fault has ended to its end
     saves      seconds of each stall by a save, to disk ("checkpoint") and "local_checkpoint"
     delays     seconds from the begin of each such save until it counts
     ends       seconds from the last step to the end of each job that left by itself
@@ -273,8 +273,8 @@ class _Accounts:
 
     def _end(self, start: float, at: float, codes: Sequence[int], before: str) -> None:
         """Add the time from the last event of a job to its end."""
-        if before != "iteration":
-            self._add("starts" if before == "begin" else "restarts", at - start)
+        if before == "begin":
+            self._add("starts", at - start)
         elif all(code in (0, -9) for code in codes):
             self._add("saves", at - start)
             self.result.ends.append(at - start)
