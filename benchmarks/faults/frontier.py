@@ -169,15 +169,17 @@ def differences(runs: Sequence[Path], folder: Path, exact: int | None = None) ->
     flags = ["--preset", "tiny", "--distributed-backend", "gloo", *ENDLESS, "--save", str(folder)]
     run_well(4, [*flags, "--exit-interval", str(last)], folder / "logs")
     reference = dict(history.steps(folder))
-    found = []
+    problems = []
     for run, some in zip(runs, losses, strict=True):
         if different := history.differing(some[:exact], reference):
-            found.append(f"{run.name}: losses of steps {different[:8]}")
+            problems.append(f"{run.name}: losses of steps {different[:8]}")
         if exact is not None:
             if (apart := history.largest_difference(some[exact:], reference)) > LOSS["fp32"]:
-                found.append(f"{run.name}: losses differ by {apart:.1e}")
+                problems.append(f"{run.name}: losses differ by {apart:.1e}")
         elif some[-1][0] == last:
             newest = history.newest(run / "checkpoints"), history.newest(folder)
             if names := history.tensors_that_differ(*newest):
-                found.append(f"{run.name}: {len(names)} tensors of the last state, e.g. {names[0]}")
-    return found
+                problems.append(
+                    f"{run.name}: {len(names)} tensors of the last state, e.g. {names[0]}"
+                )
+    return problems

@@ -16,7 +16,7 @@ import random
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,15 +136,16 @@ def campaign(
         yield JobOutcome(what, notes, tuple(outcome.wrong))
 
 
-def differences(folder: Path, undisturbed: Path, last: int) -> list[str]:
-    """Return in what a run to step `last` differs from an undisturbed one; repeated steps count."""
+def differences(
+    save: Path, steps: Sequence[tuple[int, history.Step]], undisturbed: Path, last: int
+) -> list[str]:
+    """Return in what a run to step `last` differs from an undisturbed one; all `steps` count."""
     problems = []
-    steps = history.steps(folder)
     if different := history.differing(steps, dict(history.steps(undisturbed))):
         problems.append(f"losses of steps {different[:8]} are not those of the undisturbed run")
     if {iteration for iteration, _ in steps} != set(range(1, last + 1)):
         problems.append("steps are missing")
-    names = history.tensors_that_differ(history.newest(folder), history.newest(undisturbed))
+    names = history.tensors_that_differ(history.newest(save), history.newest(undisturbed))
     if names:
         problems.append(f"in the end {len(names)} tensors differ, e.g. {names[0]}")
     return problems
@@ -210,8 +211,9 @@ class _Running:
         if any(job.codes):
             self.outcome.faults.append(f"the last start failed: {job.tail()}")
             return self.outcome
-        self.outcome.steps_compared = len(history.steps(self.save))
-        self.outcome.faults += differences(self.save, undisturbed, self.last)
+        steps = history.steps(self.save)
+        self.outcome.steps_compared = len(steps)
+        self.outcome.faults += differences(self.save, steps, undisturbed, self.last)
         shutil.rmtree(self.folder)
         return self.outcome
 

@@ -31,6 +31,7 @@ from typing import Any
 
 from benchmarks.faults import disk, history
 from benchmarks.faults.job import CONSTANT, FaultJob, JobOutcome, run_well, training
+from benchmarks.faults.kills import differences
 from benchmarks.faults.month_report import compare, predicted_run, timeline
 from megatron.errors import EXIT_LOST_RANK
 from megatron.planner.faults import KINDS, fault_rates
@@ -499,14 +500,7 @@ def check(
     valid = [
         step for n, step in enumerate(steps) if step[0] not in tainted or n == last_of[step[0]]
     ]
-    if different := history.differing(valid, dict(history.steps(undisturbed))):
-        problems.append(f"losses of steps {different[:8]} are not those of the undisturbed run")
-    if {iteration for iteration, _ in steps} != set(range(1, last + 1)):
-        problems.append("steps are missing")
-    if steps[-1][0] == last:
-        names = history.tensors_that_differ(history.newest(save), history.newest(undisturbed))
-        if names:
-            problems.append(f"in the end {len(names)} tensors differ, e.g. {names[0]}")
+    problems += differences(save, valid, undisturbed, last)
     occurred = len(list((folder / "marks").glob("fault_???")))
     if occurred != len(faults):
         problems.append(f"{occurred} of {len(faults)} faults occurred")

@@ -29,6 +29,7 @@ from benchmarks.faults import history
 from benchmarks.faults.job import CONSTANT, LIMIT_S, FaultJob, JobOutcome, run_well, training
 from benchmarks.faults.kills import OTHERS_LEAVE_S, STEP, differences
 from megatron.errors import EXIT_LOST_RANK
+from megatron.parallel.host_processes import DEAD, GONE, process_state
 from tests.helpers.fault_points import moment_name
 
 SAVE_INTERVAL = 5
@@ -317,7 +318,7 @@ class _Running:
         save = self.folder / "run"
         met, starts = self._disturbed(pairs, save, last)
         if not self.problems:
-            self.problems += differences(save, undisturbed, last)
+            self.problems += differences(save, history.steps(save), undisturbed, last)
         names = {(point.role, point.name) for point in [*firsts, *seconds]}
         figures = [f"{starts} starts", f"{len(history.records(save, 'restart'))} restarts reported"]
         figures.append(f"{len(history.steps(save))} losses compared")
@@ -349,7 +350,7 @@ class _Running:
         with FaultJob(self.layout.tasks, arguments, self.folder / f"logs_{name}", arms=arms) as job:
             codes = job.wait(LIMIT_S + 20.0 * restarts)
             for process in map(int, (marks / "processes").read_text().split()):
-                if _runs(process):
+                if process_state(process) not in (DEAD, GONE):
                     self.problems.append(f"process {process} is left after the end of the job")
         return codes, job
 
@@ -424,11 +425,3 @@ class _Running:
         if any(codes):
             self.problems.append(f"exit codes {codes} of the second start:\n{job.tail()}")
         return len(met), 2
-
-
-def _runs(process: int) -> bool:
-    """Return whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -33,7 +33,7 @@ _COST, _STEP, _TOOK = "local cost", "local step", "local time"  # in microsecond
 MOST_COST = 0.01
 """Share of the training time that `auto` lets saves take."""
 _MARGIN = 1.5
-"""What is measured scatters as steps do. With a margin of 1, and steps that scatter by a tenth, saves
+"""Factor on the measured cost, which scatters as steps do. With 1, and a scatter of a tenth, saves
 would cost more than MOST_COST in two of five runs; with this one, they do not.
 """
 _BEFORE_CHOICE = 6  # saves; the first two of them touch new pages of two slots

@@ -73,7 +73,7 @@ def note_end(code: int) -> None:
     From then on the script waits only for a limited time for supervisors that hang.
     """
     path = os.environ.get(END_VARIABLE)
-    if not path or os.path.exists(path):
+    if not path:
         return
     try:
         with open(path, "x") as file:
