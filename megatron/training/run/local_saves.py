@@ -33,10 +33,14 @@ _COST, _STEP, _TOOK = "local cost", "local step", "local time"  # in microsecond
 MOST_COST = 0.01
 """Share of the training time that `auto` lets saves take."""
 _MARGIN = 1.5
-"""Factor on the measured cost, which scatters as steps do. With 1, and a scatter of a tenth, saves
-would cost more than MOST_COST in two of five runs; with this one, they do not.
+"""Factor on the measured cost, for what the first saves do not show: later steps that scatter more,
+and what a save leaves behind after its end.
 """
-_BEFORE_CHOICE = 6  # saves; the first two of them touch new pages of two slots
+_UNMEASURED = 2  # saves, which touch the new pages of two slots
+_MEASURED = 16
+"""Saves whose cost is measured. Steps that scatter by a tenth make that of one uncertain by 0.14
+steps (docs/measured/local_saves.md), where it may be 0.3.
+"""
 _STEPS_BEFORE_CHOICE = 5  # steps after the end of each, which no save slows
 _MOST_US = 2**31 - 1
 
@@ -168,16 +172,19 @@ class LocalSaves:
         self.interval: int | None = config.checkpoint.non_persistent_save_interval or None
         self._next = _STEPS_BEFORE_CHOICE  # steps until the next save before the choice
         self._stall_s = 0.0  # of the last save
+        self._stalls_s: list[float] = []  # of the saves before the choice
         self._costs_s: list[float] = []
         self._took_s = 0.0
         self._lap: float | None = None  # when the last step began
-        self._others_s: deque[float] = deque(maxlen=4 * _STEPS_BEFORE_CHOICE)
-        self._steps_s: list[float] = []  # those since the last save began, which is not complete
+        self._undisturbed_s: deque[float] = deque(maxlen=4 * _STEPS_BEFORE_CHOICE)
+        self._during_save_s: list[
+            float
+        ] = []  # those since the last save began, which is not complete
         self._saved: int | None = None  # the iteration of the last save
         first = topology.world.is_first
         agreement.add(_WRITING, lambda: int(not saver.done), lambda: saver.pending)
         for name, seconds in (
-            (_COST, lambda: statistics.median(self._costs_s[2:])),
+            (_COST, lambda: self._cost_s),
             (_TOOK, lambda: self._took_s),
             (_STEP, lambda: self._step_s if first else 0.0),
         ):
@@ -186,11 +193,19 @@ class LocalSaves:
     @property
     def _step_s(self) -> float:
         """Return the time of a step without a save in progress."""
-        return statistics.median(self._others_s)
+        return statistics.median(self._undisturbed_s)
+
+    @property
+    def _cost_s(self) -> float:
+        """Return what a save costs at most: two standard errors above the mean, or the stall."""
+        stalls = self._stalls_s[_UNMEASURED:]
+        costs = self._costs_s[_UNMEASURED:]
+        error = statistics.stdev(costs) / math.sqrt(len(costs))
+        return max(statistics.mean(stalls), statistics.mean(costs) + 2 * error)
 
     def _choosing(self) -> bool:
         """Return whether enough has been measured to choose the interval, as on every rank."""
-        return self.interval is None and len(self._costs_s) >= _BEFORE_CHOICE
+        return self.interval is None and len(self._costs_s) >= _UNMEASURED + _MEASURED
 
     def is_due(self, iteration: int) -> bool:
         """Return whether to save after `iteration`."""
@@ -206,14 +221,16 @@ class LocalSaves:
         self._saver.start(iteration, state, lambda: self._about(iteration))
         self._lap = self._clock()
         self._stall_s = self._lap - begun
-        self._steps_s = []
+        self._during_save_s = []
         self._saved = iteration
 
     def complete(self, agreed: Mapping[str, int]) -> None:
         """Continue a save in progress; complete it if all ranks have it. Called once per step."""
         pending = self._saver.pending
         if self._lap is not None:
-            (self._steps_s if pending else self._others_s).append(self._clock() - self._lap)
+            (self._during_save_s if pending else self._undisturbed_s).append(
+                self._clock() - self._lap
+            )
         self._next -= 1
         if _COST in agreed and self.interval is None:
             self._choose(*(agreed[name] / 1e6 for name in (_COST, _STEP, _TOOK)))
@@ -230,8 +247,9 @@ class LocalSaves:
         assert last is not None, "a save is complete"
         self._next = _STEPS_BEFORE_CHOICE
         if self.interval is None:
-            slower_s = sum(self._steps_s) - len(self._steps_s) * self._step_s
-            self._costs_s.append(self._stall_s + max(slower_s, 0.0))
+            slower_s = sum(self._during_save_s) - len(self._during_save_s) * self._step_s
+            self._stalls_s.append(self._stall_s)
+            self._costs_s.append(self._stall_s + slower_s)
         self._reporter.publish(
             LocalCheckpointSaved(
                 iteration=last.iteration,
@@ -248,7 +266,7 @@ class LocalSaves:
         by_cost = math.ceil(_MARGIN * cost_s / (MOST_COST * step_s))
         self.interval = max(1, by_cost, math.ceil(took_s / step_s))
         self._reporter.say(
-            f" local checkpoints: every {self.interval} steps ({FLAG} auto): a save costs "
+            f" local checkpoints: every {self.interval} steps ({FLAG} auto): a save costs at most "
             f"{1e3 * cost_s:.1f} ms (rank 0 stops for {1e3 * self._stall_s:.1f} ms of it) and is "
             f"complete after {took_s:.2f} s, and a step takes {1e3 * step_s:.1f} ms"
         )
