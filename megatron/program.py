@@ -74,7 +74,7 @@ def pretrain(
                     now = resized(identity.world_size).with_pieces(**pieces)
                 if renumbered is not None:
                     renumbered(identity.rank)
-                if train(now, identity, signals, started, renumbered, membership):
+                if train(now, identity, signals, membership.started, renumbered, membership):
                     return
         raise LostRankError(f"{membership.cause}: the job has ended")
 
@@ -84,7 +84,7 @@ def pretrain(
     with job_environment(config):
         from megatron.training.run.supervise import supervise
 
-        code = supervise(config, launch, generations, resized)
+        code = supervise(config, launch, generations, started, resized)
     if code:
         raise SystemExit(code)
 

@@ -35,8 +35,8 @@ START = "start"  # begin a generation
 RESTART = "restart"  # leave the groups: a new generation begins
 END = "end"  # there is no further generation
 MESSAGE_BYTES = 1 << 16
-DESCRIPTORS = "MEGATRON_SUPERVISED"
-"""Variable with the descriptors of a training process that was started by exec."""
+SUPERVISED = "MEGATRON_SUPERVISED"
+"""Variable with what a training process that was started by exec has from its supervisor."""
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """Signals that the supervisor sends on; a new training process has them blocked."""
 _CAUSE_CHARACTERS = 2000
@@ -81,6 +81,8 @@ class Membership:
     """The training process's end of the connection; used by its main thread.
 
     memory      descriptor of memory that outlives this process (checkpoint/local.py)
+    started     time.monotonic() when the program of this task started, of which this process is a
+                part: limits on the run's time count from there
     abort       called, in another thread, when this process has to leave its groups. At the start of
                 each generation it ends the process, because calls of gloo that connect groups cannot
                 be interrupted: set it when the groups are connected
@@ -93,8 +95,9 @@ class Membership:
     generation: Generation
     began_s: float
 
-    def __init__(self, connection: socket.socket, memory: int) -> None:
+    def __init__(self, connection: socket.socket, memory: int, started: float) -> None:
         self.memory = memory
+        self.started = started
         self.abort: Callable[[], object] = lambda: None
         self.groups: Sequence[object] = ()
         self.cause = ""
@@ -206,14 +209,15 @@ class Membership:
 
 def started_by_supervisor() -> Membership | None:
     """Return the connection of a training process that was started by exec; None in others."""
-    value = os.environ.pop(DESCRIPTORS, None)
+    value = os.environ.pop(SUPERVISED, None)
     if value is None:
         return None
-    parent, connection, memory = map(int, value.split())
+    *numbers, started = value.split()
+    parent, connection, memory = map(int, numbers)
     die_with(parent)
     for descriptor in (connection, memory):
         os.set_inheritable(descriptor, False)
-    return Membership(socket.socket(fileno=connection), memory)
+    return Membership(socket.socket(fileno=connection), memory, float(started))
 
 
 def drop_in_thread(last: list[object]) -> None:

@@ -40,7 +40,6 @@ from megatron.parallel.flight import file_path
 from megatron.parallel.host_processes import bounded
 from megatron.parallel.launch import Launch
 from megatron.parallel.membership import (
-    DESCRIPTORS,
     END,
     FAILED,
     FORWARDED,
@@ -51,6 +50,7 @@ from megatron.parallel.membership import (
     READY,
     RESTART,
     SAVED,
+    SUPERVISED,
     Generation,
     Membership,
 )
@@ -198,6 +198,7 @@ class Supervisor:
     timeout  time limit for all supervisors to arrive, and for requests to the store
     limits   limits on restarts
     work     trains in the forked process, given its Membership; returns the exit code
+    started  see Membership
     on_end   called by one supervisor when the job ends by a fault, with whether the job has saved
              a checkpoint
     note_end  called with the exit code of the job by each supervisor that learns that it has ended
@@ -209,6 +210,7 @@ class Supervisor:
     timeout: timedelta
     limits: RestartLimits
     work: Callable[[Membership], int]
+    started: float = field(default_factory=time.monotonic)
     on_end: Callable[[bool], object] = lambda saved: None
     note_end: Callable[[int], object] = lambda code: None
     say: Callable[[str], object] = lambda line: print(line, file=sys.stderr, flush=True)
@@ -376,7 +378,7 @@ class Supervisor:
                     signal.signal(number, signal.SIG_DFL)
             if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-            code = self.work(Membership(theirs, self._memory))
+            code = self.work(Membership(theirs, self._memory, self.started))
         except BaseException:
             import traceback
 
@@ -393,8 +395,8 @@ class Supervisor:
         descriptors = (theirs.fileno(), self._memory)
         for descriptor in descriptors:
             os.set_inheritable(descriptor, True)
-        environ = {**os.environ, DESCRIPTORS: f"{os.getpid()} {theirs.fileno()} {self._memory}"}
-        return os.posix_spawn(sys.executable, sys.orig_argv, environ)
+        supervised = f"{os.getpid()} {theirs.fileno()} {self._memory} {self.started}"
+        return os.posix_spawn(sys.executable, sys.orig_argv, {**os.environ, SUPERVISED: supervised})
 
     # -- between faults ----------------------------------------------------------------------------
 
@@ -801,8 +803,8 @@ class Supervisor:
         if self._child is not None and self._end(self._child, cause) == 0:
             self.note_end(0)
             return 0
-        if self.launch.task < self.launch.local_world_size:
-            # On the store's node. Other nodes may only have lost their connection to it.
+        if undecided or self.launch.task < self.launch.local_world_size:
+            # Not on other nodes than the store's, which may only have lost their connection to it.
             self.note_end(EXIT_LOST_RANK)
         if self.launch.local_rank == 0:
             # The first node left requeues the job, whose end stops the others before their turn.

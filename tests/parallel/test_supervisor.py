@@ -109,6 +109,9 @@ def trains(last, *, progresses=True, leaves=True, code=0):
     return work
 
 
+STARTED = 7.25  # seconds, when the program started
+
+
 class Job:
     """Supervisors of several tasks in this process, with a store in memory and virtual time."""
 
@@ -135,6 +138,7 @@ class Job:
                 timedelta(seconds=60),
                 RestartLimits(**limits),
                 work[number] if isinstance(work, list) else work,
+                STARTED,
                 self.ends.append,
                 self.noted.append,
                 self.said.append,
@@ -379,10 +383,20 @@ def test_without_its_store_the_job_ends_and_one_supervisor_of_the_node_says_so(
         assert "connection reset by peer" in job.said[0]
 
 
-EXECUTED = """
+def test_a_leader_that_hangs_does_not_hold_the_nodes():
+    """The script of the job ends it once it has the exit code, which any other node writes."""
+    with Job(trains(9), nodes=True) as job:
+        job.reach(0)
+        assert job.tasks[1]._without_store("no decision", undecided=True) == EXIT_LOST_RANK
+        assert job.noted == [EXIT_LOST_RANK]
+        assert job.ends == [True]
+
+
+EXECUTED = f"""
 import threading
 from megatron.parallel.membership import started_by_supervisor
 membership = started_by_supervisor()
+assert membership.started == {STARTED}
 while (generation := membership.next()).number < 1:
     left = threading.Event()
     membership.abort = left.set

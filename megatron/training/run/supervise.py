@@ -28,11 +28,13 @@ def supervise(
     config: Config,
     launch: Launch,
     generations: Callable[[Membership], object],
+    started: float,
     resized: Callable[[int], Config] | None = None,
 ) -> int:
     """Supervise a training process until the job ends; return the exit code.
 
     generations  trains in the forked process, in all generations of the job
+    started      time.monotonic() when the program started
     resized      returns the configuration for another number of ranks, or raises ConfigError
 
     Raises ConfigError if the job could not continue with fewer ranks, as --min-ranks asks.
@@ -64,7 +66,7 @@ def supervise(
 
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     limits = RestartLimits(training.max_restarts, training.spare_ranks, smaller)
-    return Supervisor(launch, timeout, limits, work, on_end, note_end).run()
+    return Supervisor(launch, timeout, limits, work, started, on_end, note_end).run()
 
 
 def note_end(code: int) -> None:
