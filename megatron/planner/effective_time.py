@@ -54,9 +54,10 @@ class LongRun:
     machine_nodes         nodes of the machine that a job can get; None: always enough
     repair_s              time after which a node that failed can be used again
     take_nodes            kinds of faults after which a node is not used any more
-    restarts              restarts within the job after a fault of each kind, if not one
-    last_restarts         restarts without a step after a faulty device for which there is no other
-                          node, before the job ends
+    restarts              restarts within the job after a fault of each kind, if not one; before
+                          each further one a step is lost, in which the fault shows again
+    last_restarts         such restarts after a faulty device for which there is no other node,
+                          before the job ends
     end_s                 seconds from a fault that ends a job to its end; None: those until the loss
                           of a node is detected
     in_recovery           whether faults occur also during recoveries and starts
@@ -111,6 +112,10 @@ class LongRun:
     def restarts_of(self, kind: str) -> int:
         """Return the number of restarts within the job that a fault of this kind costs."""
         return self.restarts.get(kind, 1)
+
+    def repeated_s(self, kind: str) -> float:
+        """Return the seconds of steps that are lost between the restarts of a fault."""
+        return max(self.restarts_of(kind) - 1, 0) * self.step_s
 
     @property
     def ending_s(self) -> float:
@@ -177,8 +182,11 @@ def effective_time(run: LongRun) -> EffectiveTime:
     # A job that breaks loses the steps since its last checkpoint on disk; others save in the end.
     detection_s = job.broken * run.ending_s
     again_s += job.broken_by_device * run.last_restarts * run.restart_s
+    repeated_s = job.broken_by_device * run.last_restarts * run.step_s
     last_save_s = (1 - job.broken) * (run.disk_stall_s + run.disk_lag_s)
-    cycle_s = job.length_s + run.queue_s + start_s + again_s + detection_s + last_save_s
+    cycle_s = (
+        job.length_s + run.queue_s + start_s + again_s + repeated_s + detection_s + last_save_s
+    )
     share = job.length_s / cycle_s
     training = share * within.effective * (1 - job.absent)
     # A job begins at a checkpoint. If it ends after a time that is exponentially distributed, this
@@ -191,7 +199,7 @@ def effective_time(run: LongRun) -> EffectiveTime:
         saves=share * within.saves + last_save_s / cycle_s,
         detection=share * within.detection + detection_s / cycle_s,
         restarts=share * within.restarts + again_s / cycle_s,
-        lost_steps=share * within.lost_steps + lost,
+        lost_steps=share * within.lost_steps + lost + repeated_s / cycle_s,
         slow_ranks=share * within.slow_ranks,
         lost_replicas=share * within.effective * job.absent,
         starts=start_s / cycle_s,
@@ -230,19 +238,20 @@ def _within_job(run: LongRun, kept: float) -> tuple[EffectiveTime, float]:
     weights = {kind: rate / total for kind, rate in _rates_within(run, kept).items()}
     detection = {kind: _stopped_s(run, kind) for kind in weights}
     restarts = {kind: run.restarts_of(kind) * run.restart_s for kind in weights}
+    repeated = {kind: run.repeated_s(kind) for kind in weights}
 
     def mean(of_kind: Mapping[str, float]) -> float:
         return sum(weight * of_kind[kind] for kind, weight in weights.items())
 
     # A fault during a recovery begins a new one: with q the mean of exp(-total * recovery), a fault
     # and all that follow until the next step take (1 - q) / (q * total) on average.
-    stopped_s = mean(detection) + mean(restarts)
-    down_s = stopped_s
+    stopped = {kind: detection[kind] + restarts[kind] + repeated[kind] for kind in weights}
+    stopped_s = down_s = mean(stopped)
     if run.in_recovery:
-        q = mean({kind: math.exp(-total * (detection[kind] + restarts[kind])) for kind in weights})
+        q = mean({kind: math.exp(-total * stopped[kind]) for kind in weights})
         down_s = (1 - q) / (q * total)
     cycle_s = 1 / total + down_s
-    detecting = mean(detection) / stopped_s if stopped_s else 0.0
+    of_down = down_s / stopped_s if stopped_s else 0.0
     # Daly: of a time without faults, exponentially distributed, the complete intervals count.
     done_s = work_s / math.expm1(total * (work_s + stall_s))
     extra_s = mean({kind: _extra_lost_s(run, kind) for kind in weights})
@@ -253,9 +262,9 @@ def _within_job(run: LongRun, kept: float) -> tuple[EffectiveTime, float]:
     shares = EffectiveTime(
         effective=effective_s / cycle_s,
         saves=saves_s / cycle_s,
-        detection=down_s * detecting / cycle_s,
-        restarts=down_s * (1 - detecting) / cycle_s,
-        lost_steps=(up_s - saves_s - effective_s) / cycle_s,
+        detection=of_down * mean(detection) / cycle_s,
+        restarts=of_down * mean(restarts) / cycle_s,
+        lost_steps=(up_s - saves_s - effective_s + of_down * mean(repeated)) / cycle_s,
         slow_ranks=slow_s / cycle_s,
     )
     return shares, down_s

@@ -52,7 +52,8 @@ class _Simulation:
 
     now      seconds since the begin
     work     seconds of training, at full speed, in the state that training is at
-    disk     the same of the newest checkpoint on disk
+    disk     the same of the newest checkpoint on disk, which may be incomplete
+    before   the same of the one before
     loaded   the same of the state that was loaded last
     taint    `work` at which bits were corrupted; None: they are not
     slow     end of each period with a slow rank
@@ -63,6 +64,7 @@ class _Simulation:
     now: float = 0.0
     work: float = 0.0
     disk: float = 0.0
+    before: float = 0.0
     loaded: float = 0.0
     taint: float | None = None
     slow: list[float] = field(default_factory=list)
@@ -175,7 +177,7 @@ class _Simulation:
                 self.spend("saves", stalls * run.local_stall_s)
                 if self.taint is not None:
                     return True
-                self.disk = self.work
+                self.before, self.disk = self.disk, self.work
                 self.spend("saves", min(run.disk_stall_s, max(seconds - whole, 0.0)))
                 seconds -= whole + run.disk_stall_s
                 continue
@@ -216,7 +218,7 @@ class _Simulation:
     def leave(self) -> bool:
         """Save, and end the job."""
         self.spend("saves", self.run.disk_stall_s + self.run.disk_lag_s)
-        self.disk = self.loaded = self.work
+        self.before = self.disk = self.loaded = self.work
         return False
 
     def newest(self) -> float:
@@ -232,15 +234,13 @@ class _Simulation:
 
     def complete_on_disk(self) -> float:
         """Return the work in the newest checkpoint whose files are complete."""
-        lag = self.run.disk_lag_s
-        if self.disk and self.work - self.disk < lag:
-            return max(self.disk - self.run.disk_s, min(self.loaded, self.disk))
-        return self.disk
+        return self.before if self.work - self.disk < self.run.disk_lag_s else self.disk
 
     def back_to(self, state: float) -> None:
         self.lost["lost_steps"] += self.work - state
         self.work = self.loaded = state
         self.disk = min(self.disk, state)
+        self.before = min(self.before, state)
         if self.taint is not None and state <= self.taint:
             self.taint = None
 
@@ -262,20 +262,22 @@ class _Simulation:
         if not run.restarts_of(kind):
             return True
         state = self.newest()
+        self.before = self.disk = self.complete_on_disk()  # a save that is not complete is lost
         if kind in run.take_nodes:
             if run.machine_nodes is not None:
                 heapq.heappush(self.repairs, self.now + run.repair_s)
             if self.chance.random() < run.disk_fraction:
-                state = self.complete_on_disk()
+                state = self.disk
             if self.spares:
                 self.spares -= 1
             else:
                 self.dropped += 1
             of_store = self.chance.random() < 1 / run.nodes
             if self.dropped > run.droppable or of_store:
-                self.back_to(self.complete_on_disk())
+                self.back_to(self.disk)
                 if kind == "device" and not of_store:
                     self.spend("restarts", run.last_restarts * run.restart_s)
+                    self.spend("lost_steps", run.last_restarts * run.step_s)
                 self.spend("detection", run.ending_s)
                 return False
         self.back_to(state)
@@ -284,5 +286,6 @@ class _Simulation:
             [
                 ("detection", run.detection(kind)),
                 ("restarts", run.restarts_of(kind) * run.restart_s),
+                ("lost_steps", run.repeated_s(kind)),
             ]
         )
