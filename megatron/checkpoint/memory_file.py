@@ -165,9 +165,11 @@ class MemorySlot:
 
 
 class MemoryFile:
-    """The slots of a memory file, and the iteration at which copies of weights were last compared.
+    """The slots of a memory file.
 
-    fd   its descriptor, of memfd_create(2); the file may be empty
+    fd        its descriptor, of memfd_create(2); the file may be empty
+    compared  the iteration at which copies of weights were last compared
+    interval  steps between saves that a job of `world` ranks has chosen; 0: none has been chosen
 
     `rejected` says what is wrong if both tables are damaged; the file then counts as empty.
     """
@@ -176,6 +178,8 @@ class MemoryFile:
         self.fd = fd
         self.slots: list[MemorySlot] = []
         self.compared = 0
+        self.interval = 0
+        self.world = 0
         self.rejected = ""
         self._count = 0
         self._end = 2 * _TABLE_BYTES
@@ -187,6 +191,8 @@ class MemoryFile:
             newest = max(tables, key=lambda table: int(table["count"]))
             self._count = newest["count"]
             self.compared = newest["compared"]
+            self.interval = newest["interval"]
+            self.world = newest["world"]
             self._end = newest["end"]
             self.slots = [MemorySlot(fd, *entry) for entry in newest["slots"]]
         elif self._tables[:].strip(b"\0"):
@@ -208,6 +214,8 @@ class MemoryFile:
             {
                 "count": self._count,
                 "compared": self.compared,
+                "interval": self.interval,
+                "world": self.world,
                 "end": self._end,
                 "slots": [[s.start, s.data_bytes, s.header_bytes, s.role] for s in self.slots],
             }
@@ -221,6 +229,12 @@ class MemoryFile:
         if iteration != self.compared:
             self.compared = iteration
             self._write_table()
+
+    def chosen(self, interval: int, world: int) -> None:
+        """Note the steps between saves that `world` ranks have chosen."""
+        self.interval = interval
+        self.world = world
+        self._write_table()
 
     def add(self, role: str, data_bytes: int, header_bytes: int) -> MemorySlot:
         """Add an empty slot. Raises OSError if there is no memory for it."""

@@ -55,6 +55,7 @@ class Generation:
     spares     number of spare tasks on nodes without repeated faults
     compared   whether only states may be loaded that were saved after a comparison of the weights'
                copies
+    reached    the last iteration that the job has completed
     """
 
     number: int
@@ -64,6 +65,7 @@ class Generation:
     restarts: Mapping[str, int] = field(default_factory=dict)
     spares: int = 0
     compared: bool = False
+    reached: int = 0
 
     def to_message(self) -> dict[str, Any]:
         return {"kind": START, **vars(self), "launch": vars(self.launch)}

@@ -648,20 +648,27 @@ class Supervisor:
         values = self._values([f"ready/{number}/{task}" for task in ready])
         self._saved = any(value[-1] for value in values)
         self._lost |= late
-        self._decide(number, [Task(*value[:-1]) for value in values])
+        assert self._failure is not None, "a fault has been reported"
+        cause = self._failure["cause"]
+        if late:
+            tasks_lost = f"task {compress_ranks(late)} is lost: its supervisor gives no answer"
+            cause = f"{tasks_lost} (seen as: {cause})"
+        self._decide(number, [Task(*value[:-1]) for value in values], cause)
 
     def _without(self, kind: str, tasks: Sequence[int]) -> set[int]:
         """Return the tasks that do not have a key of this kind."""
         return set(self._ask(lambda: self.store.ranks_without(kind, len(tasks), tasks)))
 
-    def _decide(self, number: int, tasks: Sequence[Task]) -> None:
-        """Write the places of the tasks in the next generation, or that there is none."""
+    def _decide(self, number: int, tasks: Sequence[Task], cause: str) -> None:
+        """Write the places of the tasks in the next generation, or that there is none.
+
+        cause   why the last generation has ended
+        """
         assert self._failure is not None, "a fault has been reported"
-        cause = self._failure["cause"]
         best = max((task.reached for task in tasks), default=0)
         self._futile = 0 if best > self._best else self._futile + 1
         self._best = max(best, self._best)
-        size = self.launch.world_size - self.limits.spares
+        needed = size = self.launch.world_size - self.limits.spares
         culprits = {task.node for task in tasks if task.rank in self._failure["ranks"]}
         for node in culprits | {self._failure["node"]}:
             self._faults[node] += _FAULTS if self._failure["replace"] else 1
@@ -682,13 +689,15 @@ class Supervisor:
             )
         elif not size:
             problem = (
-                f"{len(tasks)} processes are left, too few to continue (--spare-ranks, --min-ranks)"
+                f"{len(tasks)} of {needed} processes are left, too few to continue (--spare-ranks, "
+                "--min-ranks)"
             )
         if problem:
             self._set(f"generation/{number}", {"end": f"{cause}; {problem}"})
             return
         sys.audit(_EVENT, "deciding")
         self._restarts += 1
+        self.say(f" fault: {cause}; restart {number} of at most {self.limits.restarts}")
         of_task = places(tasks, size)
         known = {task.number: task for task in tasks}
         for task in of_task:
@@ -703,17 +712,16 @@ class Supervisor:
                     {task: (of_task[task], local[known[task].node]) for task in some},
                 )
             )
-        missing = compress_ranks(self._lost)
-        gone = f"; task {missing} left the job" if missing else ""
         self._set(
             f"generation/{number}",
             {
                 "size": size,
-                "cause": f"{cause}{gone}",
+                "cause": cause,
                 "outage_s": self.clock() - self._failed_at,
                 "restarts": dict(self._used),
                 "spares": max(len(good) - size, 0),
                 "compared": self._failure["compared"],
+                "reached": self._best,
             },
         )
 
@@ -747,6 +755,7 @@ class Supervisor:
                 decision["restarts"],
                 decision["spares"],
                 decision["compared"],
+                decision["reached"],
             )
         )
         return None

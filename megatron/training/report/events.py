@@ -391,6 +391,7 @@ class Restarted(Event):
     ranks      number of ranks that continue
     outage_s   seconds from the detection of the fault until the ranks are ready for a step
     ways       how many ranks came back in all restarts so far: in-process, forked, spare
+    reached    the last iteration that was complete before: those after `iteration` are repeated
     """
 
     event = "restart"
@@ -400,6 +401,7 @@ class Restarted(Event):
     ranks: int
     outage_s: float
     ways: Record
+    reached: int
 
 
 class NotFinite(Event):

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
+import torch
+import torch.distributed as dist
+
 from megatron.checkpoint.local import FLAG, LocalSaver, Replication, neighbour_jump
 from megatron.checkpoint.local_load import LocalCheckpoint, find_local, load_local
 from megatron.checkpoint.memory_file import MemoryFile
@@ -22,6 +25,7 @@ from megatron.checkpoint.settings import plain
 from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.config import Config
 from megatron.engine.engine import Engine
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.membership import Membership
 from megatron.parallel.topology import Topology
 from megatron.training.report.events import LocalCheckpointLoaded, LocalCheckpointSaved, Record
@@ -101,6 +105,16 @@ class LocalMemory:
             say=lambda text: reporter.say(f" note: {text}"),
         )
 
+    def chosen_interval(self, topology: Topology) -> int:
+        """Return the interval that `auto` has chosen before a restart; 0 if it has not.
+
+        All ranks call this: new processes, and those of spares, may not know it.
+        """
+        size = topology.world.size
+        known = self.memory.interval if self.memory.world == size else 0
+        agreed = torch.tensor([known], dtype=torch.int64, device=topology.device)
+        return int(all_reduce(agreed, topology.world, dist.ReduceOp.MAX))
+
     def load(
         self,
         checkpoint: LocalCheckpoint,
@@ -150,8 +164,10 @@ class LocalSaves:
     which the interval follows. A save costs the time for which it stops training and, as hashing and
     sending may take cores from it, the time by which the steps until its end are longer than others.
 
-    about  returns settings and provenance of the run after an iteration, see LocalSaver.start
-    clock  in seconds
+    about     returns settings and provenance of the run after an iteration, see LocalSaver.start
+    clock     in seconds
+    interval  steps between saves; None until `auto` has chosen
+    chosen    called with the interval that `auto` has chosen
     """
 
     def __init__(
@@ -163,12 +179,14 @@ class LocalSaves:
         topology: Topology,
         about: Callable[[int], Mapping[str, object]] = lambda iteration: {},
         clock: Callable[[], float] = time.perf_counter,
+        chosen: Callable[[int], object] = lambda interval: None,
     ) -> None:
         self._saver = saver
         self._reporter = reporter
         self._topology = topology
         self._about = about
         self._clock = clock
+        self._chosen = chosen
         self.interval: int | None = config.checkpoint.non_persistent_save_interval or None
         self._next = _STEPS_BEFORE_CHOICE  # steps until the next save before the choice
         self._stall_s = 0.0  # of the last save
@@ -265,6 +283,7 @@ class LocalSaves:
         # a save that begins before the last one is complete would wait for it
         by_cost = math.ceil(_MARGIN * cost_s / (MOST_COST * step_s))
         self.interval = max(1, by_cost, math.ceil(took_s / step_s))
+        self._chosen(self.interval)
         self._reporter.say(
             f" local checkpoints: every {self.interval} steps ({FLAG} auto): a save costs at most "
             f"{1e3 * cost_s:.1f} ms (rank 0 stops for {1e3 * self._stall_s:.1f} ms of it) and is "
@@ -318,7 +337,13 @@ def build_local_saves(
     def about(iteration: int) -> Record:
         return {"config": plain(config), "provenance": provenance(iteration)}
 
-    return LocalSaves(config, saver, agreement, reporter, topology, about)
+    chosen = partial(local.memory.chosen, world=topology.world.size)
+    saves = LocalSaves(config, saver, agreement, reporter, topology, about, chosen=chosen)
+    if saves.interval is None and (interval := local.chosen_interval(topology)):
+        saves.interval = interval
+        local.memory.chosen(interval, topology.world.size)
+        reporter.say(f" local checkpoints: every {interval} steps, as chosen before the restart")
+    return saves
 
 
 def _microseconds(seconds: Callable[[], float]) -> int:

@@ -266,13 +266,14 @@ def take_part(run: Run, membership: Membership, rendezvous: Rendezvous) -> None:
             ranks=generation.launch.world_size,
             outage_s=outage_s,
             ways=dict(generation.restarts),
+            reached=generation.reached,
         )
     )
     ways = ", ".join(f"{count} {way}" for way, count in generation.restarts.items())
     run.reporter.say(
         f" restart {generation.number} within the job, {outage_s:.1f} s after the fault: "
         f"{generation.cause}. {generation.launch.world_size} ranks continue after iteration "
-        f"{run.progress.iteration} (so far {ways})"
+        f"{run.progress.iteration}, steps to {generation.reached} are repeated (so far {ways})"
     )
 
 
