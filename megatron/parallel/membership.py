@@ -40,6 +40,7 @@ SUPERVISED = "MEGATRON_SUPERVISED"
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """Signals that the supervisor sends on; a new training process has them blocked."""
 _CAUSE_CHARACTERS = 2000
+_MOST_TASKS = 1024  # that a report names; every supervisor reads it
 
 
 @dataclass(frozen=True)
@@ -169,14 +170,15 @@ class Membership:
 
         The main thread then fails in its next collective, and calls `lost`.
 
-        tasks    numbers in the current generation of the tasks whose processes are to be ended
+        tasks    numbers in the current generation of the tasks whose processes are to be ended. If
+                 they are too many to be named, each ends that cannot leave its groups
         replace  whether spares should take the place of their nodes
         """
         self._send(
             LOST,
             generation=self._left,
             symptom=symptom[:_CAUSE_CHARACTERS],
-            ranks=list(tasks),
+            ranks=list(tasks) if len(tasks) <= _MOST_TASKS else [],
             compared=compared,
             replace=replace,
         )

@@ -64,7 +64,12 @@ class StoreConnection:
 
         From 2,000 ranks on it grows with their number.
         """
-        return max(0.2, self.launch.world_size / _ASKED)
+        return max(0.2, self.share_s)
+
+    @property
+    def share_s(self) -> float:
+        """Time in seconds between a rank's requests with which all ranks together make _ASKED."""
+        return self.launch.world_size / _ASKED
 
     @property
     def store_name(self) -> str:

@@ -65,7 +65,8 @@ _FAULTS = 2
 _WITHOUT_PROGRESS = 3  # faults in a row without a step that was new, after which the job ends
 _BEAT_S = 2.0  # interval of the signs of life that one supervisor of each node gives
 _SILENT_S = 20.0  # a node without a sign of life for this long is lost
-_LINGER_S = 10.0  # how long the supervisor that serves the store stays for others at the end
+_LINGER_S = 10.0  # how long the supervisor that serves the store stays for silent ones at the end
+_END_S = 600.0  # the same for those whose training processes have not ended
 _OF_SYMPTOM = ("ranks", "compared", "replace")  # fields of a symptom that describe the fault
 _PATIENCE_S = 1.0  # how long a supervisor waits for another one that knows the cause of a fault
 _TICK_S = 0.05
@@ -198,6 +199,7 @@ class Supervisor:
     timeout  time limit for all supervisors to arrive, and for requests to the store
     limits   limits on restarts
     work     trains in the forked process, given its Membership; returns the exit code
+    prepare  called first, when signals are forwarded already
     started  see Membership
     on_end   called by one supervisor when the job ends by a fault, with whether the job has saved
              a checkpoint
@@ -211,6 +213,7 @@ class Supervisor:
     limits: RestartLimits
     work: Callable[[Membership], int]
     started: float = field(default_factory=time.monotonic)
+    prepare: Callable[[], object] = lambda: None
     on_end: Callable[[bool], object] = lambda saved: None
     note_end: Callable[[int], object] = lambda code: None
     say: Callable[[str], object] = lambda line: print(line, file=sys.stderr, flush=True)
@@ -235,6 +238,9 @@ class Supervisor:
         self._failed_at = 0.0
         self._alive = False
         self._ready = False
+        self._stepped = False  # whether the training process has completed a step of the generation
+        self._ask_at = 0.0
+        self._working_at = 0.0
         self._symptom: tuple[float, dict[str, Any]] | None = None
         self._node = 0  # index of this task's node, if it gives signs of life for it
         self._beat_at = 0.0
@@ -243,6 +249,7 @@ class Supervisor:
         self._futile = 0
         self._used = Counter[str]()
         self._restarts = 0
+        self._compared = False
         self._lost: set[int] = set()
         self._faults = Counter[str]()  # of each node
         self._beats: dict[int, tuple[int, float]] = {}  # of each node's first task
@@ -253,7 +260,8 @@ class Supervisor:
     def _ask(self, function: Callable[[], Any]) -> Any:
         """Return the result of a request to the store. Raises _StoreLostError."""
         try:
-            return bounded(function, ANSWER_S + self.store.pause_s)
+            # as patient as the leader is with the others
+            return bounded(function, _SILENT_S + self.store.pause_s)
         except (RuntimeError, LaunchError) as error:
             raise _StoreLostError(str(error).splitlines()[0]) from error
 
@@ -277,13 +285,14 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise until the job ends; return this task's exit code."""
-        self.store.open()
         before = {
             number: signal.signal(number, self._note)
             for number in FORWARDED
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         try:
+            self.prepare()
+            self.store.open()
             self._begin()
             while True:
                 code = self._tick()
@@ -340,7 +349,7 @@ class Supervisor:
         self._generation = generation
         self._rank = self._shown = rank
         self._failure = None
-        self._alive = self._ready = False
+        self._alive = self._ready = self._stepped = False
         self._symptom = None
 
     def _start(self, generation: Generation) -> None:
@@ -409,6 +418,10 @@ class Supervisor:
             if self._rank is None and not self._saved:
                 # A spare may be the last one left, without the store, and decide on a requeue.
                 self._saved = self._has("saved")
+        if self._rank is not None and self.clock() - self._working_at >= self._working_s:
+            self._working_at = self.clock()
+            if self._count(self._key("done")):  # the others' patience ends with silence
+                self._count(self._key("working"), 1)
         if self._failure is None and (code := self._watch()) is not None:
             return code
         if self._failure is not None:
@@ -427,6 +440,7 @@ class Supervisor:
         for message in child.messages(timeout_s):
             kind = message["kind"]
             if kind == REACHED:
+                self._stepped = True
                 self._reached = max(self._reached, message["iteration"])
             elif kind == SAVED and not self._saved:
                 self._saved = True
@@ -460,14 +474,30 @@ class Supervisor:
             if self.clock() >= at:
                 cause = f"rank {self._shown} ({self.launch.node}): {message['symptom']}"
                 self._fail(cause, **{name: message[name] for name in _OF_SYMPTOM})
-        if self._failure is None:
-            self._look()
+        if self._failure is not None or not self._may_ask():
+            return None
+        self._look()
         if self._failure is None and self.leads:
             self._look_for_silent_nodes()
         if self._failure is None and self._rank is None and self._get("finished") is not None:
             self._depart()
             return 0
         return None
+
+    def _may_ask(self) -> bool:
+        """Return whether it is time to ask for what other tasks have written."""
+        if self.store.share_s <= _TICK_S:
+            return True
+        now = self.clock()
+        if now < self._ask_at:
+            return False
+        self._ask_at = now + self.store.share_s
+        return True
+
+    @property
+    def _working_s(self) -> float:
+        """Seconds between two signs of a task that the end of the job has to wait for."""
+        return max(_BEAT_S, 10 * self.store.share_s)
 
     def _report_death(self, child: _Child) -> None:
         self._receive(child, 0.0)
@@ -570,8 +600,15 @@ class Supervisor:
 
     def _await_the_others(self) -> None:
         """Wait for the end of all ranks. A supervisor that hangs does not report that of its rank."""
-        deadline = self.clock() + _LINGER_S
+        linger_s = max(_LINGER_S, 3 * self._working_s)
+        end = self.clock() + max(_END_S, linger_s)
+        deadline = self.clock() + linger_s
+        signs = 0
         while not self._has("finished") and not self._has(self._key("failure")):
+            working = self._count(self._key("working"))
+            if working > signs:
+                signs = working
+                deadline = min(self.clock() + linger_s, end)
             if self.clock() > deadline:
                 self._finished()
             self.sleep(_TICK_S)
@@ -621,11 +658,14 @@ class Supervisor:
                 survives = False
             self._ready = True
             mine = Task(self.launch.task, self.launch.node, self._rank, survives, self._reached)
-            self._set(f"ready/{number}/{self.launch.task}", [*mine, self._saved])
+            about = [*mine, self._saved, self._stepped]
+            self._set(f"ready/{number}/{self.launch.task}", about)
             self._count(f"ready/{number}", 1)
             sys.audit(_EVENT, "ready")
         if self.leads and self._get(f"generation/{number}") is None:
             self._lead(number, waited_s)
+        elif not self.leads and not self._may_ask():
+            return None
         decision = self._get(f"generation/{number}")
         if decision is None:
             if waited_s > self.limits.leaving_s + self.timeout.total_seconds():
@@ -646,14 +686,17 @@ class Supervisor:
                 return
         ready = [task for task in tasks if task not in late]
         values = self._values([f"ready/{number}/{task}" for task in ready])
-        self._saved = any(value[-1] for value in values)
         self._lost |= late
         assert self._failure is not None, "a fault has been reported"
+        self._saved = any(saved for *_, saved, _ in values)
+        # Until a step is complete, a local checkpoint that was not to be loaded may still exist.
+        stepped = any(stepped for *_, stepped in values)
+        self._compared = self._failure["compared"] or (self._compared and not stepped)
         cause = self._failure["cause"]
         if late:
             tasks_lost = f"task {compress_ranks(late)} is lost: its supervisor gives no answer"
             cause = f"{tasks_lost} (seen as: {cause})"
-        self._decide(number, [Task(*value[:-1]) for value in values], cause)
+        self._decide(number, [Task(*about) for *about, _, _ in values], cause)
 
     def _without(self, kind: str, tasks: Sequence[int]) -> set[int]:
         """Return the tasks that do not have a key of this kind."""
@@ -720,7 +763,7 @@ class Supervisor:
                 "outage_s": self.clock() - self._failed_at,
                 "restarts": dict(self._used),
                 "spares": max(len(good) - size, 0),
-                "compared": self._failure["compared"],
+                "compared": self._compared,
                 "reached": self._best,
             },
         )

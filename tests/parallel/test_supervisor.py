@@ -1,5 +1,6 @@
 """Supervisors of restarts within the job, driven by hand, with small forked processes."""
 
+import itertools
 import json
 import os
 import signal
@@ -139,6 +140,7 @@ class Job:
                 RestartLimits(**limits),
                 work[number] if isinstance(work, list) else work,
                 STARTED,
+                lambda: None,
                 self.ends.append,
                 self.noted.append,
                 self.said.append,
@@ -316,6 +318,59 @@ def test_a_spare_takes_the_place_of_a_lost_node():
         assert decision["restarts"] == {"in-process": 1, "spare": 1}
         assert job.end(without=[1]) == [0, None, 0, 0]
         assert [task._shown for task in job.tasks[2:]].count(1) == 1
+
+
+def test_only_compared_states_are_loaded_until_a_step_is_complete():
+    """A restart for copies that differ fails before its first step: the next one is as strict."""
+
+    def work(membership):
+        while (generation := membership.next()) is not None:
+            left = threading.Event()
+            membership.abort = left.set
+            if generation.number in (0, 2):
+                membership.reached(generation.number + 1)
+            if generation.number == 0 and generation.launch.rank == 0:
+                membership.announce("the copies of a weight differ", compared=True)
+            left.wait()
+            membership.lost("a peer is lost")
+        return 0
+
+    with Job(work) as job:
+        compared = []
+        for generation in range(1, 4):
+            job.until(lambda g=generation: all(task._generation == g for task in job.tasks))
+            if generation == 2:
+                job.until(lambda: all(task._stepped for task in job.tasks))
+            compared.append(job.decision["compared"])
+            job.kill(1)
+        assert compared == [True, True, False]
+
+
+def test_the_job_waits_at_its_end_for_those_that_still_work(tmp_path):
+    """Rank 0 is done; the process of rank 1 works for longer than a silent one is waited for."""
+    go = tmp_path / "go"
+
+    def works(membership):
+        membership.next()
+        while not go.exists():
+            pass
+        return 0
+
+    with Job([trains(0), works]) as job:
+        leader, other = job.tasks
+        seconds = itertools.count(1)
+
+        def sleep(_):
+            job.clock.advance(1.0)
+            if next(seconds) == 15:
+                assert not job.noted
+                go.touch()
+            if 1 not in job.codes and (code := other._tick()) is not None:
+                job.codes[1] = code
+
+        leader.sleep = sleep
+        assert job.end() == [0, 0]
+        assert set(job.noted) == {0}
 
 
 @pytest.mark.parametrize("size", [2, 0])

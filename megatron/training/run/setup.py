@@ -198,8 +198,9 @@ def run_training(
         finally:
             run.close()
     except BaseException as error:
-        # In a restart a rank that does not arrive is stuck, and is replaced.
-        restarting = membership is not None and membership.generation.number > 0
+        # In a restart a rank that does not arrive is stuck, and is replaced; with spares always.
+        generation = None if membership is None else membership.generation
+        restarting = generation is not None and bool(generation.number or generation.spares)
         lost = membership is not None and isinstance(error, LostRankError)
         if not joined and not restarting and not lost:
             raise  # it names the ranks that are missing or differ
@@ -269,11 +270,12 @@ def take_part(run: Run, membership: Membership, rendezvous: Rendezvous) -> None:
             reached=generation.reached,
         )
     )
+    repeated = max(generation.reached - run.progress.iteration, 0)
     ways = ", ".join(f"{count} {way}" for way, count in generation.restarts.items())
     run.reporter.say(
         f" restart {generation.number} within the job, {outage_s:.1f} s after the fault: "
         f"{generation.cause}. {generation.launch.world_size} ranks continue after iteration "
-        f"{run.progress.iteration}, steps to {generation.reached} are repeated (so far {ways})"
+        f"{run.progress.iteration}, {repeated} steps are repeated (so far {ways})"
     )
 
 

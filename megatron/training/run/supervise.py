@@ -48,9 +48,6 @@ def supervise(
             f"{world // config.parallel.data_parallel_size} ranks), and the others must be able to "
             "take the same global batch: give a smaller number, or leave it out"
         )
-    import_for_training(config)
-    gc.collect()
-    gc.freeze()  # collections in forked processes leave the pages of these objects shared
     training = config.training
     ranks = [launch.rank]
 
@@ -64,9 +61,14 @@ def supervise(
         elif training.requeue:
             say(" note: the job is not requeued: it has not saved a checkpoint since it began")
 
+    def prepare() -> None:
+        import_for_training(config)
+        gc.collect()
+        gc.freeze()  # collections in forked processes leave the pages of these objects shared
+
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     limits = RestartLimits(training.max_restarts, training.spare_ranks, smaller)
-    return Supervisor(launch, timeout, limits, work, started, on_end, note_end).run()
+    return Supervisor(launch, timeout, limits, work, started, prepare, on_end, note_end).run()
 
 
 def note_end(code: int) -> None:
