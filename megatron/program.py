@@ -15,7 +15,7 @@ from megatron.config.pieces import Pieces, load_callbacks
 from megatron.errors import LostRankError, MegatronError
 from megatron.parallel.environment import job_environment
 from megatron.parallel.launch import Launch, detect_launch, variables_with_flags
-from megatron.training.run.process import Signals, guard_output, leave, run_guarded
+from megatron.training.run.process import Signals, guard_output, leave, run_guarded, signals_noted
 
 if TYPE_CHECKING:  # both import torch
     from megatron.parallel.membership import Membership
@@ -81,10 +81,10 @@ def pretrain(
     if (membership := started_by_supervisor()) is not None:
         generations(membership)
         return
-    with job_environment(config):
+    with job_environment(config), signals_noted() as received:
         from megatron.training.run.supervise import supervise
 
-        code = supervise(config, launch, generations, started, resized)
+        code = supervise(config, launch, generations, started, received, resized)
     if code:
         raise SystemExit(code)
 

@@ -201,6 +201,7 @@ class Supervisor:
     work     trains in the forked process, given its Membership; returns the exit code
     prepare  called first, when signals are forwarded already
     started  see Membership
+    received  signals that came before, which the training process will get
     on_end   called by one supervisor when the job ends by a fault, with whether the job has saved
              a checkpoint
     note_end  called with the exit code of the job by each supervisor that learns that it has ended
@@ -213,6 +214,7 @@ class Supervisor:
     limits: RestartLimits
     work: Callable[[Membership], int]
     started: float = field(default_factory=time.monotonic)
+    received: Sequence[int] = ()
     prepare: Callable[[], object] = lambda: None
     on_end: Callable[[bool], object] = lambda saved: None
     note_end: Callable[[int], object] = lambda code: None
@@ -290,6 +292,7 @@ class Supervisor:
             for number in FORWARDED
             if signal.getsignal(number) is not signal.SIG_IGN
         }
+        self._signal = self._signal or (self.received[-1] if self.received else 0)
         try:
             self.prepare()
             self.store.open()

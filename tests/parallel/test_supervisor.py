@@ -140,6 +140,7 @@ class Job:
                 RestartLimits(**limits),
                 work[number] if isinstance(work, list) else work,
                 STARTED,
+                (),
                 lambda: None,
                 self.ends.append,
                 self.noted.append,
@@ -471,21 +472,28 @@ def test_processes_are_executed_if_a_device_is_open(monkeypatch):
         assert job.tasks[0]._generation == 1
 
 
-def test_signals_are_forwarded():
-    """The process that the launcher started gets the signal, and the one that trains acts on it."""
+@pytest.mark.parametrize("before", [True, False])
+def test_signals_are_forwarded(before):
+    """The process that the launcher started gets the signal, and the one that trains acts on it.
+
+    before  whether it comes while the supervisor's modules are imported
+    """
 
     def work(membership):
         received = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: received.set())
         membership.next()
-        os.kill(os.getppid(), signal.SIGTERM)
+        if not before:
+            os.kill(os.getppid(), signal.SIGTERM)
         received.wait()
         return 0
 
-    before = signal.getsignal(signal.SIGTERM)
-    supervisor = Supervisor(Launch(), timedelta(seconds=60), RestartLimits(1), work)
+    handler = signal.getsignal(signal.SIGTERM)
+    limits = RestartLimits(1)
+    early = [signal.SIGTERM] if before else []
+    supervisor = Supervisor(Launch(), timedelta(seconds=60), limits, work, received=early)
     assert supervisor.run() == 0
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_a_signal_that_comes_during_a_restart_is_not_lost():

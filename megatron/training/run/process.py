@@ -39,6 +39,22 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 _ONE_PRESS_S = 1.0
 
 
+@contextlib.contextmanager
+def signals_noted() -> Iterator[list[int]]:
+    """Collect the signals that ask the run to end, but Ctrl-C, while nothing can act on them."""
+    received = list[int]()
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            if number != signal.SIGINT and signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, lambda n, _: received.append(n))
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 class Signals:
     """Requests to end the run: the signals in SIGNALS, noted inside the context if `enabled`.
 

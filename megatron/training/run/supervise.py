@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,12 +29,14 @@ def supervise(
     launch: Launch,
     generations: Callable[[Membership], object],
     started: float,
+    received: Sequence[int],
     resized: Callable[[int], Config] | None = None,
 ) -> int:
     """Supervise a training process until the job ends; return the exit code.
 
     generations  trains in the forked process, in all generations of the job
     started      time.monotonic() when the program started
+    received     signals that came before, which the training process will get
     resized      returns the configuration for another number of ranks, or raises ConfigError
 
     Raises ConfigError if the job could not continue with fewer ranks, as --min-ranks asks.
@@ -68,7 +70,9 @@ def supervise(
 
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     limits = RestartLimits(training.max_restarts, training.spare_ranks, smaller)
-    return Supervisor(launch, timeout, limits, work, started, prepare, on_end, note_end).run()
+    return Supervisor(
+        launch, timeout, limits, work, started, received, prepare, on_end, note_end
+    ).run()
 
 
 def note_end(code: int) -> None:
