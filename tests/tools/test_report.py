@@ -16,6 +16,7 @@ import pytest
 
 from megatron import metrics_file
 from megatron.training.report import events as training_events
+from megatron_report.interruptions import interruptions
 from megatron_report.reading import effective_records
 from tests.tools.measured import records, settings, write
 from tools import report
@@ -197,6 +198,74 @@ def test_a_resumed_run_and_a_roll_back_replace_what_is_done_again():
             r for r in effective_records([*first, back, step(30, 1.5)]) if r["event"] == "iteration"
         ]
         assert [(r["iteration"], r["lm_loss"]) for r in steps] == [(10, 3.0), (20, 2.0), (30, 1.5)]
+
+
+def restarted(number, iteration, time, memory=False):
+    """Return what a restart within the job writes."""
+    at = {"iteration": iteration, "time": time}
+    cause = f"rank {number} ended with signal 9 (SIGKILL)"
+    loaded = [{"event": "local_checkpoint_loaded", **at, "time": time - 2}]
+    return [
+        *(loaded if memory else []),
+        {"event": "start", **at, "time": time - 1},
+        {"event": "restart", **at, "restart": number, "cause": cause, "outage_s": 5.5},
+    ]
+
+
+def test_restarts_and_what_they_cost(tmp_path):
+    config = settings("22b", 1, 8, 1, 640)
+
+    def steps(first, count, clock):
+        return records(config, [10.0] * count, first=first, clock=clock)
+
+    whole = steps(0, 5, 1000.0)
+    run = [
+        *whole[:-1],  # until 1050
+        *restarted(1, 4, 1060.0, memory=True),  # repeats step 5
+        *steps(4, 2, 1060.0)[1:-1],  # until 1080
+        *restarted(2, 3, 1090.0),  # repeats steps 4 to 6
+        *steps(3, 4, 1090.0)[1:-1],  # until 1130
+        *steps(6, 2, 1200.0),  # a new job repeats step 7; until 1220
+    ]
+    folder = write(tmp_path / "run", run)
+    sections = report_sections(folder)
+    (summary,) = rows(sections["At a glance"])
+    assert [summary[name] for name in ("restarts", "job_starts", "repeated_steps")] == [2, 2, 5]
+    assert summary["ettr"] == pytest.approx(8 * 10 / 220)
+    first, second, resume = rows(sections["Events"])
+    for event, source, number, iteration in ((first, "memory", 1, 4), (second, "disk", 2, 3)):
+        assert (event["event"], event["iteration"]) == ("restart", iteration)
+        assert event["outage_s"] == 5.5 and source in event["what"]
+        assert f"number {number}" in event["what"] and f"rank {number} ended" in event["what"]
+    assert (resume["event"], resume["iteration"]) == ("resume", 6)
+    assert report.main([str(folder), "--format", "md", "--output", str(tmp_path / "md")]) == 0
+    text = (tmp_path / "md").read_text()
+    assert "36.4 %" in text and "5.5 s" in text and text.count("SIGKILL") == 2
+    (summary,) = rows(report_sections(write(tmp_path / "undisturbed", whole))["At a glance"])
+    assert not summary.keys() & {"restarts", "job_starts", "repeated_steps", "ettr"}
+
+
+def test_steps_between_log_lines_are_not_counted_as_lost():
+    """Log lines have ten steps of 2 s each, and restarts continue between them."""
+
+    def line(iteration, time):
+        return {"event": "iteration", "iteration": iteration, "time": time, "step_time_s": 2.0}
+
+    run = [
+        {"event": "start", "iteration": 100, "time": 0.0},
+        line(110, 20.0),
+        *restarted(1, 114, 40.0),  # steps 111 to 114 count
+        line(120, 52.0),
+        line(130, 72.0),
+        *restarted(2, 126, 90.0),  # repeats steps 127 to 130
+        line(130, 98.0),
+        {"event": "checkpoint", "iteration": 133, "time": 105.0},
+        *restarted(3, 132, 110.0),  # repeats step 133, steps 131 and 132 count
+        line(140, 126.0),
+    ]
+    known = interruptions(run)
+    assert known.repeated_steps == 4 + 1
+    assert known.ettr == pytest.approx(40 * 2.0 / 126)
 
 
 def test_epochs_and_shares_of_sources_over_phases(tmp_path):

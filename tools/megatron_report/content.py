@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.data.history import blend_text, short_names
 from megatron.jobs.scaling import SWEEP, Series, compare, row, throughput
+from megatron_report.interruptions import interruptions
 from megatron_report.reading import Record, RecordedRun, axes, events, provenance, read_timeline
 from megatron_report.values import head, shown
 
@@ -88,7 +89,11 @@ def sections(runs: Sequence[RecordedRun]) -> Iterator[Section]:
         ("Energy", _energy, "not recorded: no meter on the machine, or an older run"),
         ("Data", _data, "no account of the data sources was recorded"),
         ("Checkpoints", _checkpoints, "none was saved"),
-        ("Events", _events, "no skipped step, resume, roll-back, slow rank or failed checkpoint"),
+        (
+            "Events",
+            _events,
+            "no skipped step, restart, resume, roll-back, slow rank or failed checkpoint",
+        ),
         ("Settings", _settings, "not recorded"),
         ("Provenance", _provenance, "not recorded"),
     ):
@@ -127,6 +132,7 @@ def summary(run: RecordedRun) -> Record:
         or config.get("train_iters"),
         "tokens": next((r["tokens"] for r in reversed(run.effective) if r["tokens"]), None),
         "hours": last.get("hours"),
+        **_interruptions(run),
         "lm_loss": losses[-1] if losses else None,
         **valid,
         "tokens_per_s": measured.tokens_per_s,
@@ -146,6 +152,15 @@ def summary(run: RecordedRun) -> Record:
         "global_batch": config.get("global_batch_size"),
         "remarks": "; ".join([*measured.problems, *measured.notes]) or None,
     }
+
+
+def _interruptions(run: RecordedRun) -> Record:
+    """Return how often a run was interrupted, and what that cost; {} if it was not."""
+    known = interruptions(run.records)
+    if not known:
+        return {}
+    starts = known.job_starts if known.job_starts > 1 else None
+    return {**vars(known), "job_starts": starts}
 
 
 def _verdict(run: RecordedRun) -> str:

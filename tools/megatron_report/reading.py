@@ -19,6 +19,7 @@ from megatron.errors import DataError, MegatronError
 from megatron.jobs.scaling import Figures, figures, find_runs
 from megatron.metrics_file import read_records
 from megatron.untrusted import read_json
+from megatron_report.interruptions import restarts, returns_to
 
 Record = dict[str, Any]
 TIMELINE = "timeline.json"
@@ -34,8 +35,8 @@ _EVENT_FIELDS = {
     "rejected_checkpoint": "folder reason instead",
     "end": "reason",
 }
-"""Fields of records by event. The report lists a record if one of its fields is not empty, and
-every start after the first record.
+"""Fields of records by event. The report lists a record if one of its fields is not empty, every
+restart, and every other start after the first record.
 """
 _AXES = ("iteration", "tokens", "hours")
 
@@ -109,9 +110,7 @@ def effective_records(records: Sequence[Record]) -> list[Record]:
     """
     effective: list[Record] = []
     for record in records:
-        back = (
-            record["iteration"] if record["event"] == "start" else record.get("back_to_iteration")
-        )
+        back = returns_to(record)
         if back is not None:
             effective = [
                 r for r in effective if r["event"] == "start" or (r.get("iteration") or 0) <= back
@@ -204,9 +203,19 @@ def provenance(run: RecordedRun) -> tuple[Record, str]:
 
 
 def events(run: RecordedRun) -> Iterator[Record]:
-    """Yield {iteration, event, what, time} for each record to list; see `_EVENT_FIELDS`."""
+    """Yield {iteration, event, what, time} for each record to list; see `_EVENT_FIELDS`.
+
+    A restart also has outage_s. The start that belongs to it is left out.
+    """
+    within = {restart.number: restart for restart in restarts(run.records)}
+    starts_within = {restart.start for restart in within.values()}
     for number, record in enumerate(run.records):
         event = record["event"]
+        if number in starts_within:
+            continue
+        if number in within:
+            yield _restart(record, within[number].source)
+            continue
         if (event, record.get("reason")) == ("end", "done") or (not number and event == "start"):
             continue
         fields = {name: record.get(name) for name in _EVENT_FIELDS.get(event, "").split()}
@@ -222,6 +231,18 @@ def events(run: RecordedRun) -> Iterator[Record]:
                 "what": "; ".join(what),
                 "time": record.get("time"),
             }
+
+
+def _restart(record: Record, source: str) -> Record:
+    """Return the event of a restart within the job, which continued from this source."""
+    cause = record.get("cause") or "cause unknown"
+    return {
+        "iteration": record.get("iteration"),
+        "event": "restart",
+        "what": f"number {record.get('restart')}, from {source}; {cause}",
+        "outage_s": record.get("outage_s"),
+        "time": record.get("time"),
+    }
 
 
 def _describe(name: str, value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-_SHARES = {"spread", "noise", "mfu", "hfu", "bubble", "predicted_bubble", "efficiency"}
+_SHARES = {"spread", "noise", "mfu", "hfu", "bubble", "predicted_bubble", "efficiency", "ettr"}
 _UNITS = {"_per_s_per_device": "/s per device", "_per_s": "/s", "_bytes": "", "_s": ""}
 _HEADS = {
     "lm_loss": "loss",
@@ -13,6 +13,9 @@ _HEADS = {
     "hardware_tflops": "TFLOP/s with recomputation",
     "mfu": "MFU",
     "hfu": "HFU",
+    "restarts": "restarts within the job",
+    "job_starts": "starts of the job",
+    "ettr": "effective training time (ETTR): steps that count / whole time",
     "energy_kwh": "energy (kWh)",
     "joules_per_token": "J per token",
     "tokens_per_s_interval": "tokens/s, 95 % interval of the median",
