@@ -83,7 +83,7 @@ RECORD: Kinds = {
         "iteration total_iterations back_to_iteration parameters global_batch_size seq_length "
         "consumed_samples consumed_tokens size_bytes memory_bytes memory_rank reserved_bytes "
         "skipped skipped_since skipped_iterations nan empty examples cut slow_ranks seed context "
-        "stride bytes restart ranks received_bytes"
+        "stride bytes restart ranks received_bytes reached"
     ).split(),
     _number: (
         "time step_time_s samples_per_s tokens_per_s tokens_per_s_per_device model_tflops "
