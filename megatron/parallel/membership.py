@@ -91,6 +91,7 @@ class Membership:
                 be interrupted: set it when the groups are connected
     groups      groups of torch.distributed that this process has left
     cause       the last fault
+    printed     what this process has printed about the job, which restarts need not repeat
     generation  the current generation, after `next`
     began_s     time.monotonic() when it was decided
     """
@@ -104,6 +105,7 @@ class Membership:
         self.abort: Callable[[], object] = lambda: None
         self.groups: Sequence[object] = ()
         self.cause = ""
+        self.printed = set[str]()
         self._ends = False
         self._left = -1  # the number of the last generation
         self._connection = connection

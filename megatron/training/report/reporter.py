@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import IO, Any, TextIO
@@ -123,6 +123,9 @@ class Console:
     this line is printed after the second step and whenever nothing has been printed for 30 s. The
     first unit of work is excluded from rates: it may compile or connect. Printed lines are never
     cut or coloured, so that they can be parsed.
+
+    omitted  texts that are not printed
+    printed  set to which printed texts are added; None: to none
     """
 
     def __init__(
@@ -131,6 +134,8 @@ class Console:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.omitted: Collection[str] = ()
+        self.printed: set[str] | None = None
         self._enabled = enabled
         self._clock = clock
         self._stream: IO[str] = stream if stream is not None else sys.stdout
@@ -146,6 +151,10 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print one or more lines."""
+        if text in self.omitted:
+            return
+        if self.printed is not None:
+            self.printed.add(text)
         self._reported = self._clock()
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -359,6 +368,18 @@ class Reporter:
             flag = "--metrics-file" if config.logging.metrics_file else folder
             self._direct.append(JsonLines(config.metrics_path, flag=flag, warn=self.say))
         self._behind = trackers(config, self.say)
+
+    @contextmanager
+    def describing(self, printed: set[str] | None) -> Iterator[None]:
+        """Omit what this process has `printed` before about the same job; None: print all."""
+        if printed is not None:
+            self.console.omitted = frozenset(printed)
+            self.console.printed = printed
+        try:
+            yield
+        finally:
+            self.console.omitted = ()
+            self.console.printed = None
 
     def publish(self, event: Event) -> None:
         """Pass an event to the log, the metrics file, the trackers and the user's callbacks."""

@@ -184,7 +184,10 @@ def run_training(
         if claim is not None:
             decided_by_first(topology, partial(claim.take, partial(print, flush=True)))
         watchdog = build_watchdog(config, topology, rendezvous)
-        run = assemble(config, topology, signals, locations, host, started, watchdog, local)
+        printed = None if membership is None else membership.printed
+        run = assemble(
+            config, topology, signals, locations, host, started, watchdog, local, printed
+        )
         sys.audit("megatron.run.assembled")
         meter = run.interval.meter = EnergyMeter(reads=launch.local_rank == 0)
         if meter.source:
@@ -275,7 +278,7 @@ def take_part(run: Run, membership: Membership, rendezvous: Rendezvous) -> None:
     run.reporter.say(
         f" restart {generation.number} within the job, {outage_s:.1f} s after the fault: "
         f"{generation.cause}. {generation.launch.world_size} ranks continue after iteration "
-        f"{run.progress.iteration}, {repeated} steps are repeated (so far {ways})"
+        f"{run.progress.iteration}, {repeated} step(s) are repeated (so far {ways})"
     )
 
 
@@ -362,12 +365,14 @@ def assemble(
     started: float | None = None,
     watchdog: Watchdog | None = None,
     local: LocalMemory | None = None,
+    printed: set[str] | None = None,
 ) -> Run:
     """Build this rank's parts of the run that `config` describes. Raises MegatronError.
 
     Rank 0 prints the layout, the lines `host` about ranks and processes, settings, kernels and
     sizes. `locations` has "node:device" of every rank; it is needed on rank 0 only. `local` is for
-    local checkpoints; the run continues from one that is newer than those on disk.
+    local checkpoints; the run continues from one that is newer than those on disk. `printed` has what this
+    process has printed before a restart, which is not repeated.
     """
     torch.manual_seed(config.training.seed)
     reporter = Reporter(config, topology.rank)
@@ -379,22 +384,25 @@ def assemble(
         stored: Stored | None = stored_in_memory(in_memory, config)
     else:
         stored = None if checkpoint is None else stored_settings(checkpoint, config)
-    settings = with_checkpoint_settings(config, stored, reporter)
-    before = stored_progress(stored, config)
-    settings = with_data_order(settings, stored, before)
-    config, tokenizer = with_tokenizer(settings)
-    if config.model.trains_in_part:
-        check_patterns(config)
-    FillInTheMiddle.of(config, tokenizer)  # a token that is missing is reported now
-    describe_export(config, topology, reporter)
-    agree_on_times(topology)
-    sizes = model_sizes(config)
-    describe_setup(config, sizes, topology, locations, reporter, host)
-    check_kernels(config, topology)
-    batches = BatchSchedule.from_config(config)
-    tasks = read_tasks(config.training.eval_tasks or (), tokenizer, context_of(config))
-    continued = decided_by_first(topology, partial(continued_data, config, stored, before))
-    datasets, samples, build = build_data(config, topology, tokenizer, batches, reporter, continued)
+    with reporter.describing(printed):
+        settings = with_checkpoint_settings(config, stored, reporter)
+        before = stored_progress(stored, config)
+        settings = with_data_order(settings, stored, before)
+        config, tokenizer = with_tokenizer(settings)
+        if config.model.trains_in_part:
+            check_patterns(config)
+        FillInTheMiddle.of(config, tokenizer)  # a token that is missing is reported now
+        describe_export(config, topology, reporter)
+        agree_on_times(topology)
+        sizes = model_sizes(config)
+        describe_setup(config, sizes, topology, locations, reporter, host)
+        check_kernels(config, topology)
+        batches = BatchSchedule.from_config(config)
+        tasks = read_tasks(config.training.eval_tasks or (), tokenizer, context_of(config))
+        continued = decided_by_first(topology, partial(continued_data, config, stored, before))
+        datasets, samples, build = build_data(
+            config, topology, tokenizer, batches, reporter, continued
+        )
     # A local checkpoint has all parameters: this job has saved them.
     chunks, engine = build_model(config, sizes, topology, reporter, draws=in_memory is None)
     sys.audit("megatron.run.built")

@@ -158,6 +158,7 @@ def test_restarts_continue_from_memory(tmp_path):
     loaded = records(folder, "local_checkpoint_loaded")
     assert [one["iteration"] for one in loaded] == [2, 3]
     assert [bool(one["received_bytes"]) for one in loaded] == [False, True]
+    assert output.count(" layout: ") == 2  # once for each process of rank 0
 
 
 def test_a_replica_without_a_spare_is_dropped(tmp_path):
