@@ -272,8 +272,8 @@ bad_hosts_line() {
     printf '%s%s' "$1" "$(paste -s -d , "$LOGS/preflight/bad_hosts")"
 }
 
-# launch PROGRAM FLAGS...: start PROGRAM by srun, TASKS_PER_NODE tasks on each node; returns srun's exit code, the highest
-# of all tasks. Optional variables: NODES (number), HOSTS (a,b,c; default: GOOD_HOSTS), MASTER_ADDR, MASTER_PORT,
+# launch PROGRAM FLAGS...: start PROGRAM by srun, TASKS_PER_NODE tasks on each node; returns the exit code of the job, if
+# its processes have written it, or else that of srun, the highest of all tasks. Optional variables: NODES (number), HOSTS (a,b,c; default: GOOD_HOSTS), MASTER_ADDR, MASTER_PORT,
 # MEGATRON_JOB_TOKEN, LOGS, SRUN_FLAGS. Several may run at once in subshells, each with its own port.
 launch() {
     local nodes=${NODES:-} hosts=${HOSTS:-} first code=0 FLAGS step
@@ -323,9 +323,10 @@ forwarding() {
 
 # wait_through_signals PID: wait for it and return its code. The caller's traps for USR1 and TERM are removed afterwards.
 # A signal must not interrupt `wait`: bash 5.2 then loses the code of a process that ends at the same time. If the job's
-# processes write its code to the file MEGATRON_JOB_END, PID, an srun, ends them SRUN_WAIT seconds later; that code counts.
+# processes write its code to the file MEGATRON_JOB_END, that code counts, and not that of PID, an srun, which is the highest
+# of all tasks, also of lost ones that were replaced. SRUN_WAIT seconds after the file PID ends those that still run.
 wait_through_signals() {
-    local code=0 end=${MEGATRON_JOB_END:-} since='' stopped=''
+    local code=0 end=${MEGATRON_JOB_END:-} since='' stopped='' ended
     while [[ -d /proc/$1 ]]; do
         sleep 0.2
         [[ -n $end && -e $end && $SRUN_WAIT -gt 0 ]] || continue
@@ -336,7 +337,11 @@ wait_through_signals() {
         since=$SECONDS stopped=1
     done
     wait "$1" || code=$?
-    if [[ -n $stopped ]]; then code=$(grep -xE '[0-9]+' "$end") || code=75; fi
+    [[ -z $stopped ]] || code=75
+    if ended=$(grep -xE '[0-9]+' "$end" 2>/dev/null) && [[ $ended != "$code" ]]; then
+        [[ -n $stopped ]] || say "tasks were lost (exit code $code of srun), but the job has ended with exit code $ended"
+        code=$ended
+    fi
     trap - USR1 TERM
     return "$code"
 }

@@ -184,6 +184,24 @@ def test_tasks_that_hang_when_the_job_has_ended_do_not_hold_the_nodes(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("written", "of_srun", "code"),
+    [
+        # A spare took the place of a task whose supervisor was killed, or that left the job.
+        ("echo 0", 137, 0),
+        ("echo 0", 75, 0),
+        ("echo 2", 137, 2),
+        ("echo", 75, 75),  # the disk was full
+        (":", 75, 75),
+    ],
+)
+def test_the_exit_code_that_the_job_has_written_counts(tmp_path, written, of_srun, code):
+    tasks = f'{written} >"$MEGATRON_JOB_END"; exit {of_srun}'
+    ended = train(tmp_path, STUB_srun=f"[[ $* != *{PROGRAM}* ]] || {{ {tasks}; }}")
+    assert ended.code == code, ended.log
+    assert bool(ended.requeued) == (code == 75)
+
+
+@pytest.mark.parametrize(
     ("ends", "code", "requeued"),
     [
         # A bug, or out of memory, on one rank.
