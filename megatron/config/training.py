@@ -544,7 +544,8 @@ class TrainingConfig:
     replace_slow_ranks: float | None = option(
         None,
         "Restart on a spare node in place of the node of a rank whose computing time is at least "
-        "FACTOR times the median of its pipeline stage, at three log lines in a row.",
+        "FACTOR times the median of its pipeline stage, at three log lines in a row. Without a spare "
+        "node slow ranks are only reported.",
         Range(above=1),
         metavar="FACTOR",
     )

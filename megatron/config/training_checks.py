@@ -57,8 +57,7 @@ NEEDED = """
     optimizer=muon  muon_fp32_matmul_prec
     qk_clip=true  qk_clip_alpha qk_clip_threshold
     cuda_graph_impl=local  cuda_graph_warmup_steps
-    max_restarts  spare_ranks min_ranks
-    spare_ranks  replace_slow_ranks
+    max_restarts  spare_ranks min_ranks replace_slow_ranks
     straggler_report  replace_slow_ranks
 """
 

@@ -344,14 +344,17 @@ NODES = {
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_configurations_resolve(tmp_path, name):
+    """They do with the flags of docs/long_runs.md, too: a job without spare nodes takes them."""
+    slow = ("--straggler-report", "--replace-slow-ranks", "1.2")
     of_a_paper = [] if name == "8b_1m" else [("paper", NODES[name][-1:])]
     for recipe, numbers in (("frontier", NODES[name]), *of_a_paper):
         settings = dict(DRY_RUN="1", RECIPE=recipe, SLURM_JOB_NUM_NODES=str(numbers[-1]))
-        ended = run_script(tmp_path, SCRIPTS[name], "--mock-data", **settings)
+        ended = run_script(tmp_path, SCRIPTS[name], "--mock-data", *slow, **settings)
         words = shlex.split(ended.log.splitlines()[-1])
         for nodes in numbers:
             config = parse_args(words[words.index(f"{ROOT}/{PROGRAM}") + 1 :], 8 * nodes)
             assert config.parallel.world_size == 8 * nodes
+            assert config.training.replace_slow_ranks == 1.2
             assert (config.precision.bf16, config.precision.fp16) == (
                 recipe == "frontier",
                 recipe == "paper",

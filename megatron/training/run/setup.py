@@ -254,6 +254,12 @@ def take_part(run: Run, membership: Membership, rendezvous: Rendezvous) -> None:
     run.callbacks.append(ReportsProgress(membership))
     if run.watchdog is not None:
         run.watchdog.announce = announce
+    factor = run.config.training.replace_slow_ranks
+    if factor is not None and not membership.generation.spares:
+        run.reporter.say(
+            f" note: --replace-slow-ranks {factor:g}: there is no spare node, so slow ranks are only "
+            "reported"
+        )
     if membership.generation.spares:
         for callback in run.callbacks:
             if isinstance(callback, SlowRanks):

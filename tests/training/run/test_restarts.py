@@ -119,8 +119,10 @@ def test_pipeline_ranks_that_die_or_hang_are_replaced(tmp_path):
     folder = tmp_path / "run"
     faults = {1: [(3, "kill")], 0: [(5, "stop")]}
     more = ("--max-restarts", "2", "--hang-timeout", "2")
+    more += ("--straggler-report", "--replace-slow-ranks", "9")
     codes, output = run(folder, 2, *flags, *more, faults=faults)
     assert codes == [0, 0], output
+    assert "--replace-slow-ranks 9: there is no spare node" in " ".join(output.split())
     check_equal(folder, reference)
     hang = records(folder, "restart")[1]
     assert "hangs" in hang["cause"] and "rank 0 " in hang["cause"], hang
