@@ -176,6 +176,8 @@ class LocalSaver:
         self._topology = topology
         self._alive = alive
         self._last = keep  # the newest save that all ranks have
+        if memory.compared is not None:  # what was compared later is not this run's future
+            memory.copies_compared(min(memory.compared, 0 if keep is None else keep.iteration))
         self._pending: _PendingLocal | None = None
         self.note = ""
         """Reason why a rank's memory could not be pinned; "" if it was or need not be."""
@@ -324,6 +326,7 @@ class LocalSaver:
         """Forget all saves: the run goes back to a state before them."""
         self.finish()
         self._last = None
+        self._memory.copies_compared(0)
         for slot in self._memory.slots:
             slot.erase()
 

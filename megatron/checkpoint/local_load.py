@@ -156,7 +156,9 @@ def find_local(
     ]
     at_most = None
     if compared:
-        at_most = broadcast_object(max((last for _, _, last in gathered), default=0), world)
+        # the lowest mark: a task that did not take part for a while has an old one
+        marks = [mark for _, _, mark in gathered if mark is not None]
+        at_most = broadcast_object(min(marks, default=0), world)
         for slot in memory.slots:
             if slot.key is not None and slot.key.iteration > at_most:
                 slot.erase()
@@ -215,7 +217,6 @@ def load_local(
     load_counters(engine, checkpoint.engine, checkpoint.where)
     use_loaded(engine, averaged)
     sys.audit(_EVENT, "loaded")
-    memory.copies_compared(min(memory.compared, checkpoint.iteration))
     return int(all_reduce(torch.tensor([source.received]), topology.world).item())
 
 

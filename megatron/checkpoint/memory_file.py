@@ -168,7 +168,8 @@ class MemoryFile:
     """The slots of a memory file.
 
     fd        its descriptor, of memfd_create(2); the file may be empty
-    compared  the iteration at which copies of weights were last compared
+    compared  the iteration at which copies of weights were last compared; None: unknown, because
+              the memory is new
     interval  steps between saves that a job of `world` ranks has chosen; 0: none has been chosen
 
     `rejected` says what is wrong if both tables are damaged; the file then counts as empty.
@@ -177,7 +178,7 @@ class MemoryFile:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.slots: list[MemorySlot] = []
-        self.compared = 0
+        self.compared: int | None = None
         self.interval = 0
         self.world = 0
         self.rejected = ""

@@ -206,6 +206,30 @@ def test_with_fewer_ranks(tmp_path):
     compare(ranks[:2], [rank["saved"] for rank in ranks])
 
 
+# -- copies of weights that differ after the run has gone back --------------------------------------
+
+
+def gone_back(rank, rolls_back):
+    """Compare after step 2, go back to a state on disk, take step 1 again; then copies differ."""
+    job = job_of("tied", fields_of("pp2"), 2)
+    fd = memory()
+    saver = saver_of(job, fd, 1)
+    saved(saver, job, 1, 2)
+    saver.copies_compared(2)
+    if rolls_back:
+        saver.clear()
+    else:  # a restart
+        saver = saver_of(job, fd, 1)
+    saved(saver, job, 1)
+    return find_local(MemoryFile(fd), job.topology, compared=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rolls_back", [True, False])
+def test_a_state_that_was_not_compared_again_is_not_loaded(rolls_back):
+    assert run_processes(2, gone_back, rolls_back) == [None] * 2
+
+
 # -- kills, and memory that is not there -----------------------------------------------------------
 
 

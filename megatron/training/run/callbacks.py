@@ -70,15 +70,16 @@ class Routers(Callback):
 class SameCopies(Callback):
     """Compares the copies of weights that several ranks hold.
 
-    It does this after the first step that moved the weights, at the interval of
-    --check-weight-hash-across-dp-replicas-interval, and before a save, which writes one of the
+    It does this after the first step that moved the weights, also after a rollback, at the interval
+    of --check-weight-hash-across-dp-replicas-interval, and before a save, which writes one of the
     copies. Raises the errors of check_copies on every rank: TrainingError if copies differ, and
     ConfigError if a gradient of the first step is a term of a sum over the tensor ranks but is
     treated as whole, or the other way round.
     """
 
     def __init__(self) -> None:
-        self._checked = False  # whether compared since this job first moved the weights
+        # whether compared since the weights were first moved after they were loaded
+        self._checked = False
 
     def after_step(self, run: Run) -> None:
         if not self._checked:
@@ -97,6 +98,9 @@ class SameCopies(Callback):
         self._checked |= run.engine.has_moved
         if run.local_saves is not None:
             run.local_saves.copies_compared(run.progress.iteration)
+
+    def on_rollback(self, run: Run, samples: range) -> None:
+        self._checked = False
 
 
 @dataclass(eq=False)

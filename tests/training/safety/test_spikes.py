@@ -10,6 +10,7 @@ import torch
 from megatron.data.gpt_dataset import MockDataset
 from megatron.errors import TrainingError
 from megatron.training.report.events import StepRecord
+from megatron.training.run.callbacks import SameCopies
 from megatron.training.run.schedules import Progress
 from megatron.training.safety.bad_steps import Spike, find_spike, loss_over_ranks
 from tests.helpers.poison import poisoned
@@ -64,6 +65,25 @@ def test_it_needs_some_losses_but_sees_at_once_what_is_not_finite():
     assert [note(detector, i, 1.0 if i < 10 else 1e6) for i in range(1, 11)] == [None] * 10
     assert note(detector, 11, 1e6) is not None  # ten losses: one median
     assert note(rule(Progress()), 1, math.inf) is not None
+
+
+def test_copies_of_weights_are_compared_in_the_first_step_after_a_rollback():
+    compared = []
+    run = SimpleNamespace(
+        config=tiny(),
+        topology=rank_topology(),
+        progress=Progress(),
+        engine=SimpleNamespace(has_moved=True, check_copies=compared.append),
+        loop=SimpleNamespace(in_progress=None),
+        local_saves=None,
+    )
+    copies = SameCopies()
+    copies.after_step(run)
+    copies.after_step(run)
+    assert len(compared) == 1
+    copies.on_rollback(run, range(0))
+    copies.after_step(run)
+    assert len(compared) == 2
 
 
 # -- whole runs ------------------------------------------------------------------------------------
