@@ -520,12 +520,13 @@ def _values(settings: Settings, spelling: str, flag: Flag, words: list[str], ori
             elif flag.value is not None and option.kind is not bool and words == ["false"]:
                 value = option.default  # a shortcut that a settings file turns off
             elif flag.value is None or (option.kind is bool and flag.value and len(words) == 1):
-                value = option.parse(words)  # also for --flag true, --flag=false
+                value = option.named(option.parse(words))  # also for --flag true, --flag=false
             else:
                 raise ValueError(f"takes no value, got {shown(' '.join(words))}")
             values[option.name] = value
-            named = option.choices is None and len(words) == 1 and words[0] in option.value_names
-            if named and option.hint:  # without a hint, the word is its value's usual name
+            worded = option.choices is None and len(words) == 1 and words[0] in option.value_names
+            # Without a hint, or without another name, the word is its value's usual name.
+            if worded and option.hint and value != words[0]:
                 settings.notices.append(f"{written} means {option.written(value)}: {option.hint}")
     except (ValueError, ConfigError) as error:
         for name in flag.settings:
@@ -551,5 +552,5 @@ def command_line_of(config: Config) -> list[str]:
         elif option.many:
             argv += [option.flags[0], *map(str, value)]
         else:
-            argv.append(f"{option.flags[0]}={value}")
+            argv.append(f"{option.flags[0]}={option.named(value)}")
     return argv if config.pieces.file is None else [*argv, "--pieces", config.pieces.file]

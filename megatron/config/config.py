@@ -156,7 +156,7 @@ class Config(Sections):
 
     def to_dict(self) -> dict[str, object]:
         """Return all settings by name, JSON-serializable, for checkpoints and logs."""
-        return {name: _plain(self.get(name)) for name in all_options()}
+        return {name: _plain(o.named(self.get(name))) for name, o in all_options().items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Config:
@@ -179,7 +179,9 @@ class Config(Sections):
             left = (
                 n
                 for n, v in settable.items()
-                if n not in chosen and v is not None and v != _plain(trial.values[n])
+                if n not in chosen
+                and v is not None
+                and v != _plain(options[n].named(trial.values[n]))
             )
             if (name := next(left, None)) is None:
                 settings = Settings()

@@ -12,7 +12,7 @@ from megatron.config.config import Config, default_of
 from megatron.config.flags_of_others import FILE, foreign_flags
 from megatron.config.option import Option, options_of
 from megatron.config.presets import PRESETS
-from megatron.config.settings import SECTIONS
+from megatron.config.settings import SECTIONS, all_options
 from megatron.config.translate import DIRECT, LATE
 
 WIDTH = 100
@@ -159,7 +159,7 @@ def render_config(config: Config) -> str:
     for attribute, section in SECTIONS.items():
         lines.append(f"{_TITLES.get(attribute, attribute)}:")
         for option in options_of(section):
-            value = _text(getattr(getattr(config, attribute), option.name))
+            value = _text(option.named(getattr(getattr(config, attribute), option.name)))
             dots = "." * max(3, _NAME_WIDTH - len(option.name))
             lines.append(
                 f"  {option.name} {dots} {value:<{_VALUE_WIDTH}} ({config.origin(option.name)})"
@@ -193,7 +193,8 @@ def render_differences(config: Config) -> list[str]:
             line = f" (line {of_file[2]})"
         title = "" if source in ("command line", "argument") else f"{source}: "
         before = f"{lines[title]}, " if title in lines else title
-        lines[title] = f"{before}{name}={_text(config.get(name))}{line}"
+        value = all_options()[name].named(config.get(name))
+        lines[title] = f"{before}{name}={_text(value)}{line}"
     return list(lines.values())
 
 

@@ -432,10 +432,11 @@ class CheckpointConfig:
         None,
         "With --max-restarts, number of iterations between local checkpoints: copies of the state in "
         "the memory of each node and of another one, from which a restart within the job continues. "
-        "auto (0): as often as costs at most 1 % of the time.",
-        NATURAL,
+        "auto: as often as costs at most 1 % of the time. Unset: none.",
+        COUNT,
         metavar="N|auto",
         value_names={"auto": 0},
+        hint="leave it out for none, or give auto",
         one_start=True,
     )
     non_persistent_ckpt_type: str = option(

@@ -36,7 +36,7 @@ NEEDED = """
     load  moe_use_upcycling load_missing allow_data_changes
     keep_last  keep_every
     max_restarts  non_persistent_save_interval
-    non_persistent_save_interval  replication_factor replication_jump
+    non_persistent_save_interval  replication replication_factor replication_jump
     replication=true  replication_factor replication_jump
     replication_factor=2  replication_jump
     tokenizer_type  fim_rate

@@ -85,7 +85,7 @@ class Option:
     shortcuts       spellings that take no value, with the value that each sets
     weak_shortcuts  the same, but any other flag of the setting overrides them
     value_names     other accepted names of a choice, or words for a number, in lower case, with
-                    their values
+                    their values. A number outside of the limits has its word as its only name
     implies         spellings, or names of values, that also set other settings, unless a flag sets
                     those
     """
@@ -103,7 +103,7 @@ class Option:
     value_names: Mapping[str, object] = dataclasses.field(default_factory=dict)
     implies: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)
     inert: str = ""  # why the setting has no effect; it is accepted for existing scripts
-    # what to do about an invalid choice, or why another word is read as a number
+    # what to do about an invalid value, or why another word is read as a number
     hint: str = ""
     metavar: str | None = None
     shown_off: bool = False  # a bool that is on by default: --help shows its off_flags
@@ -137,6 +137,20 @@ class Option:
         """Return the spelling used in messages."""
         return self.flags[0] if self.flags else self.name
 
+    @property
+    def usage(self) -> str:
+        """Return the flag with a placeholder for its value; a switch has none."""
+        if self.kind is bool:
+            return self.written(True)
+        words = self.metavar or "|".join(map(str, self.choices or "N"))
+        return f"{self.flag} {words}"
+
+    def named(self, value: Any) -> Any:
+        """Return a value as users give it: a number outside of the limits by its word."""
+        if isinstance(value, (int, float)) and value < self.limits.at_least:
+            return next((word for word, each in self.value_names.items() if each == value), value)
+        return value
+
     def written(self, value: Any) -> str:
         """Return the flag that sets this value; only the name of a setting with many entries."""
         if self.kind is bool:
@@ -144,7 +158,7 @@ class Option:
             return spellings[0] if spellings else f"{self.name}={value}"
         if self.kind is dict:
             return self.flag
-        return f"{self.flag} {' '.join(map(str, value)) if self.many else value}"
+        return f"{self.flag} {' '.join(map(str, value)) if self.many else self.named(value)}"
 
     def parse(self, texts: list[str]) -> Any:
         """Return the value expressed by these command-line words.
@@ -162,8 +176,7 @@ class Option:
             )
         if self.has_none and texts[0].lower() == "none":
             return None
-        value = self._parse_one(texts[0])
-        return None if value is None else self.accept(value)  # None: a word that leaves it unset
+        return self.accept(self._parse_one(texts[0]))
 
     def _parse_one(self, text: str) -> object:
         if self.kind is bool:
@@ -171,9 +184,7 @@ class Option:
             if text.lower() not in words:
                 raise ValueError(f"expected true or false, got '{shown(text)}'")
             return words[text.lower()]
-        if self.choices is None and text.lower() in self.value_names:
-            return self.value_names[text.lower()]
-        if self.kind in (int, float):
+        if self.kind in (int, float) and text.lower() not in self.value_names:
             for number in (int, float):  # 1e6 is a whole number too; accept() refuses 1.5
                 with contextlib.suppress(ValueError):
                     return number(text)
@@ -182,6 +193,8 @@ class Option:
 
     def accept(self, value: object) -> object:
         """Return the value in the field's type; a choice in the spelling of `choices`.
+
+        Returns None for a word that leaves the setting unset, such as auto.
 
         Raises ValueError if its type or its syntax is wrong, or if it is not among the choices or
         limits.
@@ -194,7 +207,7 @@ class Option:
         else:
             raise ValueError(f"expected a list, got {shown(repr(value))}")
         try:
-            if self.syntax is not None:
+            if self.syntax is not None and accepted is not None:
                 self.syntax(accepted)
         except ValueError as error:
             raise ValueError(f"{shown(written)}: {error}") from None
@@ -202,6 +215,8 @@ class Option:
 
     def _accept_one(self, value: object) -> object:
         kind = self.kind
+        if self.choices is None and isinstance(value, str) and value.lower() in self.value_names:
+            return self.value_names[value.lower()]
         if kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
             if not -math.inf < value < math.inf or (kind is int and value != int(value)):
                 raise ValueError(f"expected {_ARTICLE[kind]}, got {value}")
@@ -213,7 +228,9 @@ class Option:
                 (value > limits.at_most, "at most", limits.at_most),
             ):
                 if wrong and self.choices is None:
-                    raise ValueError(f"is {shown(value)}, but must be {words} {shown(limit)}")
+                    raise ValueError(
+                        f"is {shown(value)}, but must be {words} {shown(limit)}{self._advice}"
+                    )
             value = kind(value)
         elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ValueError(f"expected {_ARTICLE[kind]}, got {shown(repr(value))}")
@@ -232,10 +249,12 @@ class Option:
             by_name = {str(c).lower(): c for c in self.choices} | dict(self.value_names)
             if value.lower() in by_name:
                 return by_name[value.lower()]
-        hint = f": {self.hint}" if self.hint else ""
-        raise ValueError(
-            f"'{shown(value)}' is not one of {', '.join(str(c) for c in self.choices)}{hint}"
-        )
+        listed = ", ".join(map(str, self.choices))
+        raise ValueError(f"'{shown(value)}' is not one of {listed}{self._advice}")
+
+    @property
+    def _advice(self) -> str:
+        return f": {self.hint}" if self.hint else ""
 
 
 def _unrolled(text: str) -> str:

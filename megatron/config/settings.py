@@ -132,15 +132,17 @@ class Settings:
         if option.internal:
             self.problems.append(f"{name} is computed from other settings and cannot be set")
             return
-        if value is None:
-            self.explicit.pop(name, None)
-            self.origins.pop(name, None)
-            return
         try:
-            self.explicit[name] = option.accept(value)
-            self.origins[name] = origin
+            accepted = None if value is None else option.accept(value)
         except ValueError as error:
             self.mark_bad(name, f"{option.flag} {error}", origin)
+            return
+        if accepted is None:
+            self.explicit.pop(name, None)
+            self.origins.pop(name, None)
+        else:
+            self.explicit[name] = accepted
+            self.origins[name] = origin
 
     def mark_bad(self, name: str, problem: str, origin: str) -> None:
         """Record that a setting has no valid value."""

@@ -86,8 +86,8 @@ def render_settings(config: Config) -> str:
         for option in options_of(section):
             name = option.name
             origin = config.origin(option.name)
-            used = getattr(getattr(config, attribute), name)
-            value = config.explicit.get(name, used)
+            used = option.named(getattr(getattr(config, attribute), name))
+            value = option.named(config.explicit.get(name, used))
             chosen = name in config.explicit or origin == "default"
             if name == "cluster" and value is None and cluster_of_environment() is not None:
                 value = used = "none"  # without this line, the variable would count again

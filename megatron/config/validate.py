@@ -114,24 +114,33 @@ def validate(settings: Settings) -> None:
         derived = settings.explicit.keys().isdisjoint((low, high))  # their sources are compared
         if settings.usable(low, high) and values[low] > values[high] and not derived:
             add(f"{settings.written(low)} is greater than {settings.written(high)}")
+    settings.problems.extend(_unmet_needs(settings))
+
+
+def _unmet_needs(settings: Settings) -> Iterator[str]:
+    """Yield problems with settings that need others.
+
+    If the needed setting itself has no effect, for lack of a third one, only that is a problem.
+    """
+    useless: set[str] = set()
     for needed, value, names in _needed():
-        option = options[needed]
-        actual = values[needed]
-        if needed in bad or _met(needed, value, actual):
+        option = all_options()[needed]
+        actual = settings.values[needed]
+        if needed in settings.bad | useless or _met(needed, value, actual):
             continue
-        words = option.metavar or "|".join(map(str, option.choices or "N"))
-        remedy = f"{option.flag} {words}" if value is None else option.written(value)
-        remedy += f", not {actual}" if actual else ""
-        for name in names:
-            if name not in bad and settings.changed(name):
-                add(f"{settings.written(name)} needs {remedy}")
+        remedy = option.usage if value is None else option.written(value)
+        remedy += f", not {option.named(actual)}" if actual else ""
+        wrong = [name for name in names if name not in settings.bad and settings.changed(name)]
+        if wrong:
+            useless.update(wrong)
+            verb = "needs" if len(wrong) == 1 else "need"
+            yield f"{' and '.join(map(settings.written, wrong))} {verb} {remedy}"
 
 
 def run_requirements(settings: Settings) -> None:
     """Add problems for missing settings that a training run needs, before defaults replace them.
 
-    Also add one if --requeue or --max-restarts would start a command that does not continue the
-    run.
+    Also add those of --requeue and --max-restarts, which must continue the run.
     """
     explicit = settings.explicit
     known = {*explicit, *settings.bad}
@@ -151,20 +160,38 @@ def run_requirements(settings: Settings) -> None:
         add("no data: give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
     if not known & {"tokenizer_type", "vocab_size"} and not {"vocab_file", "merge_file"} <= known:
         add("the vocabulary is unknown: give --tokenizer-type with its files, or --vocab-size")
-    # The same command starts anew, and must not lose its checkpoints.
     repeats = [name for name in ("requeue", "max_restarts") if explicit.get(name)]
-    if repeats and "save" in explicit:
-        names = ("finetune", "reset_iteration", "load_tag", "no_load_optim", "no_save_optim")
-        conflicts = [
-            all_options()[name].written(explicit[name]) for name in names if explicit.get(name)
-        ]
-        if not is_same_folder(explicit.get("load"), explicit["save"]):
-            conflicts.insert(0, f"--load {explicit['load']}" if "load" in explicit else "no --load")
-        if conflicts:
-            flags = " and ".join(all_options()[name].flag for name in repeats)
-            add(
-                f"{flags} would start the same command again, which with {', '.join(conflicts)} "
-                f"does not continue from --save {explicit['save']}: start once without {flags} "
-                f"(REQUEUE=0 in the job scripts), then with it, with --load {explicit['save']} and "
-                "without the others"
-            )
+    if repeats and settings.bad.isdisjoint(("save", "load")):
+        flags = " and ".join(all_options()[name].flag for name in repeats)
+        settings.problems.extend(_repeated_start(explicit, flags))
+
+
+def _repeated_start(explicit: Mapping[str, Any], flags: str) -> Iterator[str]:
+    """Yield problems of `flags`, which start the same command again, and must not lose checkpoints."""
+    save = explicit.get("save", "FOLDER")
+    once = [
+        all_options()[name].written(explicit[name])
+        for name in ("finetune", "reset_iteration", "load_tag", "no_load_optim")
+        if explicit.get(name)
+    ]
+    load = explicit.get("load")
+    other = load is not None and "save" in explicit and not is_same_folder(load, save)
+    if other or once:
+        causes = [f"--load {load}"] * other + once
+        then = " and without ".join([f"with --load {save}", *once])
+        yield (
+            f"{flags} would start the same command again, which with {', '.join(causes)} does not "
+            f"continue from --save {save}: start once without {flags} (REQUEUE=0 in the job "
+            f"scripts), then with it, {then}"
+        )
+    elif load is None:
+        need = "needs" if flags.count("--") == 1 else "need"
+        yield (
+            f"{flags} {need} --load {save}, the folder of --save, from which the run continues: add "
+            "it. An empty folder starts a new run"
+        )
+    if explicit.get("no_save_optim"):
+        yield (
+            f"{flags} would continue from checkpoints without the optimizer's state: leave "
+            "--no-save-optim out"
+        )

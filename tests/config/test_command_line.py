@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config import Config, command_line_of, parse_args
+from megatron.config.help_text import differences, render_config, render_differences
 from megatron.config.settings import all_options
+from megatron.config.settings_file import render_settings
 from megatron.errors import ConfigError
 
 BASE = (
@@ -101,6 +103,25 @@ CONTRADICTORY = """
 """
 
 
+LOCAL = "--save x --load x --max-restarts 5 "
+ALONE = {
+    "--save x --max-restarts 5": "--max-restarts|--load x",
+    "--load x --max-restarts 5": "--max-restarts 5|--save",
+    "--save x --load y --max-restarts 5 --no-load-optim": "--load y|--no-load-optim|REQUEUE=0",
+    "--save x --load x --requeue --no-save-optim": "--requeue|--no-save-optim",
+    LOCAL + "--replication-factor 1 --replication-jump 2": "--non-persistent-save-interval N|auto",
+    LOCAL + "--no-replication --replication-jump 2": "--no-replication|--replication-jump 2",
+    LOCAL + "--non-persistent-save-interval 0": "is 0|auto",
+    LOCAL + "--spare-ranks 1 --replace-slow-ranks 1.2": "1.2 needs --straggler-report\n",
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), ALONE.items())
+def test_a_problem_is_named_once_and_alone(arguments, words):
+    text = problems(arguments, 2) + "\n"
+    assert "1 problem:" in text and all(word in text for word in words.split("|")), text
+
+
 def test_flags_that_contradict_each_other_or_cannot_be_had():
     """The message names the flags, and the words behind the arrow."""
     for case in CONTRADICTORY.strip().splitlines():
@@ -128,6 +149,22 @@ def test_words_for_values():
         assert not option.has_none or option.parse(["none"]) is None, option.name
     config = parse_args([*BASE, "--zero-shard-size", "world"])
     assert (config.engine.zero_shard_size, config.notices) == (0, ())
+
+
+def test_a_word_that_is_no_number_is_kept_in_every_form_of_the_settings(tmp_path):
+    name = "non_persistent_save_interval"
+    config = parse_args([*BASE, *LOCAL.split(), "--non-persistent-save-interval", "AUTO"])
+    assert config == parse_args(command_line_of(config)) == Config.from_dict(config.to_dict())
+    assert config.replace(seed=1).get(name) == config.get(name)
+    assert config.to_dict()[name] == differences(config)[name] == "auto"
+    assert any(f"{name}=auto" in line for line in render_differences(config))
+    for text in (render_config(config), render_settings(config)):
+        (line,) = (line for line in text.splitlines() if name in line.split())
+        assert "auto" in line and "0" not in line
+    file = tmp_path / "run.toml"
+    file.write_text(f"{name} = 'auto'\n")
+    argv = [*BASE, *LOCAL.split(), "--config", str(file)]
+    assert parse_args(argv) == config
 
 
 def test_one_of_two_flags_that_decides_as_in_megatron():
