@@ -28,8 +28,14 @@ from megatron.planner.effective_time import (
     effective_time,
     in_repair,
 )
-from megatron.planner.effective_time_simulation import quantile, simulate_months
-from megatron.planner.faults import FaultRecord, fault_rates, fault_records, scaled
+from megatron.planner.effective_time_simulation import Month, quantile, simulate_months
+from megatron.planner.faults import (
+    FaultRecord,
+    fault_rates,
+    fault_records,
+    origins_of_rates,
+    scaled,
+)
 from megatron.planner.table import Table
 from megatron.training.run.process import as_tool
 
@@ -64,8 +70,9 @@ _DETECTION = {
 
 EPILOG = """\
 Rates: a name of megatron/planner/faults.toml. The bounds have the same mix of faults, with the lowest
-and the highest published rate per node-day. [B] is ByteRobust, arXiv 2509.16293; [M] MegaScale, arXiv
-2402.15627. A prediction: MI250X was not measured."""
+and the highest published rate per node-day. Single runs list no slow ranks and no faults of storage:
+these are added to each rate, in the proportion that they have on ByteRobust's platform. [B] is
+ByteRobust, arXiv 2509.16293; [M] MegaScale, arXiv 2402.15627. A prediction: MI250X was not measured."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -275,31 +282,48 @@ def shares_table(run: LongRun, shares: Sequence[EffectiveTime]) -> Table:
 
 
 def rates_table(run: LongRun, record: FaultRecord) -> Table:
+    """Return the faults of each kind, with the record of faults.toml that the rate is from."""
+    origins = origins_of_rates(record.name)
+    rates = {**run.rates, "all": sum(run.rates.values())}
     rows = [
-        (kind, f"{1000 * rate:.3f}", f"{run.nodes * rate * run.days:,.1f}")
-        for kind, rate in run.rates.items()
+        (kind, f"{1000 * rate:.3f}", f"{run.nodes * rate * run.days:,.1f}", origins.get(kind, ""))
+        for kind, rate in rates.items()
     ]
-    total = sum(run.rates.values())
-    rows.append(("all", f"{1000 * total:.3f}", f"{run.nodes * total * run.days:,.1f}"))
     return Table(
         f"faults: {record.title} ({record.basis})",
-        ("kind", "per 1,000 node-days", "expected"),
+        ("kind", "per 1,000 node-days", "expected", "rate of"),
         rows,
     )
 
 
-def advice(run: LongRun) -> list[str]:
-    """Return recommended intervals and limits."""
+def simulated(months: Sequence[Month]) -> list[str]:
+    """Return the spread of the effective share, and the jobs that the simulated runs took."""
+    effective = [100 * month.shares.effective for month in months]
+    low, high = quantile(effective, 0.05), quantile(effective, 0.95)
+    return [
+        f"effective: {statistics.fmean(effective):.2f} % on average, {low:.2f} to {high:.2f} % is the "
+        f"90 % interval of {len(months)} simulations",
+        f"jobs: {statistics.fmean(month.jobs for month in months):.1f} on average, at most "
+        f"{max(month.restarts for month in months)} restarts in one",
+    ]
+
+
+def advice(run: LongRun, months: Sequence[Month] = ()) -> list[str]:
+    """Return recommended intervals and limits, which suffice for the simulated months, too."""
     within = run.rate(*(kind for kind in run.rates if kind != "maintenance"))
     job_s = run.job_s or run.days * 86400
     restarts = sum(run.rate(kind) * run.restarts_of(kind) for kind in run.rates) * job_s
+    # Of independent Poisson processes, each of whose events counts this often.
+    variance = sum(run.rate(kind) * run.restarts_of(kind) ** 2 for kind in run.rates) * job_s
+    most = max((month.restarts for month in months), default=0)
+    enough = max(math.ceil(restarts + 4 * math.sqrt(variance)), most)
     lost = run.rate(*run.take_nodes) * job_s
     lines = [
-        f"mean time between faults: {1 / within / 3600:.2f} h",
+        f"mean time between failures (MTBF), without maintenance: {1 / within / 3600:.2f} h",
         f"best time between saves (Young, Daly): local {best_interval_s(run.local_stall_s, within):.0f} s"
         f" of training at {run.local_stall_s:.3g} s each, now {run.save_s:.0f} s",
-        f"--max-restarts: at least {restarts + 4 * math.sqrt(restarts):.0f} for a job of "
-        f"{job_s / 3600:.0f} h ({restarts:.0f} expected)",
+        f"--max-restarts: at least {enough} for a job of {job_s / 3600:.0f} h ({restarts:.0f} "
+        "expected)",
         f"spare nodes: {lost:.1f} nodes are lost in such a job on average, "
         f"{_enough(lost)} are enough in 99 of 100 jobs",
     ]
@@ -325,21 +349,21 @@ def main(argv: Sequence[str]) -> int:
     few, many = with_rate(run, _LOW), with_rate(run, _HIGH)
     shares = [effective_time(few), effective_time(run), effective_time(many)]
     print(shares_table(run, shares).text(WIDTH))
-    if options.months:
-        months = simulate_months(run, options.months, options.seed)
-        effective = [month.shares.effective for month in months]
-        print(
-            f" {options.months} simulated runs: {100 * statistics.fmean(effective):.2f} % on average, "
-            f"{100 * quantile(effective, 0.05):.2f} to {100 * quantile(effective, 0.95):.2f} % in 90 of 100;"
-            f"\n {statistics.fmean(month.jobs for month in months):.1f} jobs, at most "
-            f"{max(month.restarts for month in months)} restarts in one"
-        )
+    months = simulate_months(run, options.months, options.seed)
+    if months:
+        for line in simulated(months):
+            print(textwrap.fill(line, WIDTH, initial_indent=" ", subsequent_indent="   "))
     print()
     print(rates_table(run, fault_records()[options.rates]).text(WIDTH))
+    per_1000 = [1000 * sum(each.rates.values()) for each in (few, many)]
+    print(
+        f" few faults: {per_1000[0]:.2f} per 1,000 node-days ({_LOW}), many: {per_1000[1]:.2f} ({_HIGH}),"
+        "\n in the same proportions. Kinds that a source lacks are added to its rate."
+    )
     print()
     print(Table("inputs", ("input", "value", "origin"), inputs.rows).text(WIDTH))
     print()
-    for line in advice(run):
+    for line in advice(run, months):
         print(textwrap.fill(line, WIDTH, initial_indent=" ", subsequent_indent="   "))
     print(" A prediction: nothing of it was measured on MI250X.")
     return 0

@@ -119,6 +119,21 @@ def fault_rates(name: str) -> dict[str, float]:
     return rates
 
 
+def origins_of_rates(name: str) -> dict[str, str]:
+    """Return, for each kind of fault with a rate, the records from which `fault_rates` takes it.
+
+    >>> origins_of_rates("rsc-1")["node"]
+    'rsc-1, mix of llama3'
+    """
+    records = fault_records()
+    own = records[name].counts()
+    listed = name if own else f"{name}, mix of {_MIX}"
+    counts = own or records[_MIX].counts()
+    return {kind: listed for kind in KINDS if counts[kind]} | {
+        kind: _PLATFORM for kind in _UNLISTED if not counts[kind]
+    }
+
+
 def scaled(rates: Mapping[str, float], total: float) -> dict[str, float]:
     """Return rates in the same proportions with this total.
 
