@@ -584,7 +584,8 @@ class TrainingConfig:
     hang_timeout: float = option(
         300.0,
         "If a rank makes no progress for this many seconds, the job reports which rank waits for "
-        "which, and exits. 0: never. For the first step and the first evaluation batch, the limit "
+        "which, and exits; with --max-restarts, it replaces the process that hangs and continues "
+        "instead. 0: never. For the first step and the first evaluation batch, the limit "
         "is at least 0.9 times --distributed-timeout-minutes.",
         NATURAL,
         metavar="SECONDS",
