@@ -333,11 +333,11 @@ def predicted_run(
 
 
 def compare(measured: Timeline, run: LongRun) -> list[str]:
-    """Return lines with the measured shares beside the model's, with those of 90 of 100 months."""
+    """Return lines with the measured shares beside the model's, with the 90 % interval of simulated months."""
     closed = effective_time(run)
     months = simulate_months(run, _MONTHS)
     lines = [
-        f"{'share of the time':16} {'measured':>10} {'predicted':>10} {'90 of 100 simulated':>22}"
+        f"{'share of the time':16} {'measured':>10} {'predicted':>10} {'90 % of simulations':>22}"
     ]
     for share in fields(EffectiveTime):
         name = share.name
