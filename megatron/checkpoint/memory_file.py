@@ -4,7 +4,8 @@ The file is anonymous (memfd_create(2)): a process that starts the training proc
 descriptor, so that the next training process finds what the last one wrote, and nothing is left on
 the node when all of them have ended.
 
-    two tables   at bytes 0 and _TABLE_BYTES: the newer valid one lists the slots
+    two tables   at bytes 0 and _TABLE_BYTES: the newer valid one lists the slots, and has what else
+                 later processes must know
     slots        each has room for a copy of a rank's shards, and then for its header
 
 A slot is valid only if its header is, which is written last and erased first: a process that is
@@ -171,6 +172,7 @@ class MemoryFile:
     compared  the iteration at which copies of weights were last compared; None: unknown, because
               the memory is new
     interval  steps between saves that a job of `world` ranks has chosen; 0: none has been chosen
+    saved_s   time.monotonic() at the beginning of the last complete save on disk; 0: unknown
 
     `rejected` says what is wrong if both tables are damaged; the file then counts as empty.
     """
@@ -181,6 +183,7 @@ class MemoryFile:
         self.compared: int | None = None
         self.interval = 0
         self.world = 0
+        self.saved_s = 0.0
         self.rejected = ""
         self._count = 0
         self._end = 2 * _TABLE_BYTES
@@ -194,6 +197,7 @@ class MemoryFile:
             self.compared = newest["compared"]
             self.interval = newest["interval"]
             self.world = newest["world"]
+            self.saved_s = newest["saved_s"]
             self._end = newest["end"]
             self.slots = [MemorySlot(fd, *entry) for entry in newest["slots"]]
         elif self._tables[:].strip(b"\0"):
@@ -217,6 +221,7 @@ class MemoryFile:
                 "compared": self.compared,
                 "interval": self.interval,
                 "world": self.world,
+                "saved_s": self.saved_s,
                 "end": self._end,
                 "slots": [[s.start, s.data_bytes, s.header_bytes, s.role] for s in self.slots],
             }
@@ -235,6 +240,11 @@ class MemoryFile:
         """Note the steps between saves that `world` ranks have chosen."""
         self.interval = interval
         self.world = world
+        self._write_table()
+
+    def saved(self, at_s: float) -> None:
+        """Note when the last complete save on disk began."""
+        self.saved_s = at_s
         self._write_table()
 
     def add(self, role: str, data_bytes: int, header_bytes: int) -> MemorySlot:

@@ -61,8 +61,10 @@ class Saves:
     All ranks call every method. Rank 0 decides when the minutes have passed, when to try again after
     a failure, and whether --save-trigger-file exists; `agreement` shares this decision, and whether
     any rank is still writing, with all ranks. `saved_iteration` is the iteration of the last
-    checkpoint that this job has saved to the --save folder or loaded from it; None before that. Each
-    function in `after_save` is called with the seconds that a save took.
+    checkpoint that this job has saved to the --save folder or loaded from it; None before that.
+    `last_s` is the time on `clock` from which the minutes count: the beginning of the last save or,
+    before the first, of the run. Each function in `after_save` is called with the seconds that a save
+    took.
     """
 
     config: Config
@@ -76,7 +78,7 @@ class Saves:
 
     def __post_init__(self) -> None:
         self._settings = self.config.checkpoint
-        self._last_s = self.clock()
+        self.last_s = self.clock()
         self.after_save: list[Callable[[float], object]] = []
         self._started: int | None = None  # the iteration of a save in the background
         self.elapsed_s: float | None = None  # seconds of the last save that this job completed
@@ -128,7 +130,7 @@ class Saves:
             return
         background = self._settings.async_save and not last
         self.reporter.say(f"saving checkpoint at iteration {iteration:7d} to {self._settings.save}")
-        self._last_s = self.clock()
+        self.last_s = self.clock()
         self._started = iteration
         self._remove_trigger()
         try:
@@ -193,7 +195,7 @@ class Saves:
         if self.failure is not None and now - self.failure.at_s >= _RETRY_S:
             return True
         minutes = self._settings.save_interval_minutes
-        return minutes is not None and now - self._last_s >= 60.0 * minutes
+        return minutes is not None and now - self.last_s >= 60.0 * minutes
 
     def _complete(self, complete: Callable[[], Saved | None]) -> None:
         iteration = self._started

@@ -26,7 +26,7 @@ from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.config import Config
 from megatron.engine.engine import Engine
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.membership import Membership
+from megatron.parallel.membership import Generation
 from megatron.parallel.topology import Topology
 from megatron.training.report.events import LocalCheckpointLoaded, LocalCheckpointSaved, Record
 from megatron.training.report.reporter import Reporter
@@ -68,7 +68,8 @@ class LocalMemory:
     def of(
         cls,
         config: Config,
-        membership: Membership,
+        generation: Generation,
+        memory: MemoryFile,
         topology: Topology,
         locations: Sequence[str],
         timeout: timedelta,
@@ -88,8 +89,6 @@ class LocalMemory:
         if topology.world.is_first:
             print(describe_replication(nodes, jump), flush=True)
         replication = Replication.between(topology, jump, timeout)
-        generation = membership.generation
-        memory = MemoryFile(membership.memory)
         return cls(memory, replication, generation.compared, generation.number > 0)
 
     def find(self, topology: Topology, at_least: int, reporter: Reporter) -> LocalCheckpoint | None:

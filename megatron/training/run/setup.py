@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.export import export_problem
 from megatron.checkpoint.find import iteration_of
+from megatron.checkpoint.memory_file import MemoryFile
 from megatron.checkpoint.settings import checkpoint_bytes
 from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.config import Config
@@ -176,9 +177,13 @@ def run_training(
             ]
         topology = connect_groups(config, rendezvous, timeout, ranks.mapping)
         sys.audit("megatron.run.connected")
+        memory: MemoryFile | None = None
         local: LocalMemory | None = None
         if membership is not None:
-            local = LocalMemory.of(config, membership, topology, locations, timeout)
+            memory = MemoryFile(membership.memory)
+            local = LocalMemory.of(
+                config, membership.generation, memory, topology, locations, timeout
+            )
             rendezvous.connected()
             membership.abort = partial(rendezvous.abort, topology)
         if claim is not None:
@@ -194,8 +199,10 @@ def run_training(
             run.reporter.say(f" energy: read from {meter.source}")
         if watchdog is not None:
             watchdog.before_leaving = partial(requeue_lost, run)
-        if membership is not None:
+        if membership is not None and memory is not None:
             take_part(run, membership, rendezvous)
+            if run.saves is not None:
+                continue_minutes(run.saves, memory, membership.started)
         try:
             stop = train(run)
         finally:
@@ -286,6 +293,16 @@ def take_part(run: Run, membership: Membership, rendezvous: Rendezvous) -> None:
         f"{generation.cause}. {generation.launch.world_size} ranks continue after iteration "
         f"{run.progress.iteration}, {repeated} step(s) are repeated (so far {ways})"
     )
+
+
+def continue_minutes(saves: Saves, memory: MemoryFile, started: float) -> None:
+    """Let the minutes between saves count on after a restart, by the clock of this node.
+
+    They count from the last save that was completed or, if this process does not know of one, from
+    `started`, when the program started. Otherwise a job with frequent faults would never save.
+    """
+    saves.last_s = memory.saved_s or started
+    saves.after_save.append(lambda seconds: memory.saved(saves.last_s))
 
 
 def check_device(device: torch.device) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.faults.history import differing, newest, records, steps, tensors_that_differ
 from megatron.engine.engine import Engine
+from megatron.training.run.checkpoints import Saves
 from tests.helpers.fault_points import strike_once
 from tests.helpers.launching import TINY, launch
 
@@ -161,6 +163,38 @@ def test_restarts_continue_from_memory(tmp_path):
     assert [one["iteration"] for one in loaded] == [2, 3]
     assert [bool(one["received_bytes"]) for one in loaded] == [False, True]
     assert output.count(" layout: ") == 2  # once for each process of rank 0
+
+
+def arm_with_hours(folder, faults):
+    """Let each step of this rank take an hour on the clock of saves, and arm it."""
+    log = Path(folder) / "hours"
+    log.touch()
+
+    def note(event, _):
+        if event == STEP:
+            with open(log, "a") as file:
+                file.write("\n")
+
+    sys.addaudithook(note)
+    began_s = time.monotonic()
+    begin = Saves.__init__
+    clock = lambda: began_s + 3600 * log.stat().st_size  # noqa: E731
+    pytest.MonkeyPatch().setattr(Saves, "__init__", lambda *rest: begin(*rest, clock=clock))
+    arm(folder, faults)
+
+
+def test_minutes_between_saves_count_over_restarts(tmp_path):
+    """Rank 0 dies after hours 2 and 5; nothing is in memory."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    arguments = [*TINY, "--train-iters", str(LAST), "--save-interval-minutes", "150"]
+    arguments += ["--max-restarts", "2", "--save", str(folder), "--load", str(folder)]
+    arms = {0: (arm_with_hours, str(folder), [(2, "kill"), (3, "kill")])}
+    outcomes = launch(2, arguments, arm=arms)
+    assert [one.code for one in outcomes] == [0, 0], outcomes[0].output
+    # Steps 1 and 2 again: due in hour 3, saved in hour 4. Steps 3 to 5: due in hour 7, saved in 8.
+    assert [one["iteration"] for one in records(folder, "restart")] == [0, 2]
+    assert [one["iteration"] for one in records(folder, "checkpoint")] == [2, 5, LAST]
 
 
 def test_a_replica_without_a_spare_is_dropped(tmp_path):
