@@ -6,6 +6,7 @@ invariants are assertions.
 
 from __future__ import annotations
 
+import errno
 import sys
 
 # a rank died or hung: nothing to fix, start the job again (EX_TEMPFAIL in sysexits.h)
@@ -60,6 +61,37 @@ class TrainingError(MegatronError):
 
 class DifferingCopiesError(TrainingError):
     """Copies of the weights differ between ranks; an earlier state may be good."""
+
+
+class NodeError(OSError):
+    """An error of a device, a file system or the network, which another node may not have.
+
+    There is nothing for the user to fix. It is no MegatronError: the process ends with exit code 1,
+    after which it may be started anew.
+    """
+
+    def __str__(self) -> str:
+        return self.strerror or super().__str__()
+
+
+# EBADMSG: the checksum of a block is wrong; EUCLEAN: the file system is damaged
+_OF_NODE = set(
+    "EIO ENXIO ENODEV EPROTO EBADMSG EUCLEAN EREMOTEIO ENOLINK ECOMM ESTALE ENOTCONN ESHUTDOWN "
+    "ENETDOWN ENETUNREACH ENETRESET ECONNABORTED ECONNRESET ECONNREFUSED ETIMEDOUT EHOSTDOWN "
+    "EHOSTUNREACH".split()
+)
+
+
+def reading_error(
+    cause: BaseException, message: str, kind: type[MegatronError]
+) -> NodeError | MegatronError:
+    """Return the error with `message` for a file that cannot be read because of `cause`.
+
+    It is a NodeError if the node is the reason, otherwise one of `kind`: the file is wrong.
+    """
+    if isinstance(cause, OSError) and errno.errorcode.get(cause.errno or 0) in _OF_NODE:
+        return NodeError(cause.errno, message)
+    return kind(message)
 
 
 def print_error(error: BaseException | str, rank: int = 0, prefix: str = "error") -> None:

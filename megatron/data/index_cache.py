@@ -31,7 +31,7 @@ import xxhash
 
 from megatron.data.arrays import IntArray, StrPath
 from megatron.data.file_lock import FileLock, flush_directory, renamed_into
-from megatron.errors import DataError
+from megatron.errors import DataError, NodeError, reading_error
 from megatron.untrusted import read_bytes
 
 Arrays = dict[str, IntArray]
@@ -134,6 +134,7 @@ def load_or_build(
     building the entry. Raises DataError if the entry does not match its digests, if the directory
     cannot be written, if the build fails for lack of memory or because of a file, if the new entry
     reads back differently, or if the wait times out (the message names the lock and its holder).
+    Raises NodeError instead if a file cannot be read or written because of the node.
     """
     entries = [CacheEntry(Path(directory), description, tuple(names)) for directory in directories]
     target = entries[-1]
@@ -171,9 +172,8 @@ def load_or_build(
                 built = build()
             except (OSError, MemoryError) as error:
                 kind = type(error).__name__
-                raise DataError(
-                    f"{target.description_path}: this index cannot be built: {kind}: {error}"
-                ) from error
+                message = f"{target.description_path}: this index cannot be built: {kind}: {error}"
+                raise reading_error(error, message, DataError) from error
             target.store(built)
             del built  # the mapped files replace it
             arrays = target.load()
@@ -186,11 +186,14 @@ def load_or_build(
             return arrays
         finally:
             lock.release()
+    except NodeError:
+        raise
     except OSError as error:
-        raise DataError(
-            f"{target.directory}: the index cache cannot be written: {error.strerror or error}: "
-            "give a writable one with --data-cache-path"
-        ) from error
+        message = (
+            f"{target.directory}: the index cache cannot be written: {error.strerror or error}"
+        )
+        remedy = ": give a writable one with --data-cache-path"
+        raise reading_error(error, message + remedy, DataError) from error
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.data.arrays import BoolArray, Int32Array, Int64Array, IntArray, StrPath
-from megatron.errors import DataError
+from megatron.errors import DataError, reading_error
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -147,7 +147,7 @@ class IndexedDataset:
     the name of the data. Opening takes the same time for any size. Raises DataError, naming the
     file, if one of the two is missing, truncated or in another format, or if they do not belong
     together. Damage that only a full scan would find is reported, with file and byte, when the
-    damaged part is read.
+    damaged part is read. Raises NodeError, also when data is read, if the file system fails.
 
     sizes: int32 [N], tokens of each sequence.
     pointers: int64 [N], byte offset of each sequence.
@@ -187,9 +187,8 @@ class IndexedDataset:
                     self._descriptor = os.dup(file.fileno())
                     weakref.finalize(self, os.close, self._descriptor)
         except OSError as error:
-            raise DataError(
-                f"{error.filename or self._idx_path}: cannot be read: {error.strerror}"
-            ) from error
+            message = f"{error.filename or self._idx_path}: cannot be read: {error.strerror}"
+            raise reading_error(error, message, DataError) from error
         self.dtype, self.sizes, self.pointers, self.document_indices, self.modes = index
         first = int(self.document_indices[0])
         last = int(self.document_indices[-1])
@@ -410,9 +409,8 @@ class IndexedDataset:
             try:
                 more = os.pread(self._descriptor, num_bytes - len(data), at)
             except OSError as error:
-                raise DataError(
-                    f"{self._bin_path}: byte {at}: cannot be read: {error.strerror}"
-                ) from error
+                message = f"{self._bin_path}: byte {at}: cannot be read: {error.strerror}"
+                raise reading_error(error, message, DataError) from error
             if not more:
                 raise DataError(
                     f"{self._bin_path}: ends at byte {at}, but had {self._bin_bytes} bytes: it "

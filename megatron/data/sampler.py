@@ -22,7 +22,7 @@ from megatron.data.arrays import BoolArray, Int64Array
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.order import SampleOrder
 from megatron.data.stream import StreamDataset
-from megatron.errors import DataError
+from megatron.errors import DataError, reading_error
 from megatron.parallel.hashing import GOLDEN, scramble
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class MicroBatchStream:
 
         All ranks together take n * share.micro_batch_size * share.size samples. Raises DataError
         past the end of the data set (--dataloader-type single), for data that cannot be read, and
-        for ids outside of the vocabulary.
+        for ids outside of the vocabulary; NodeError if the reason is the node.
         """
         batches = []
         for _ in range(n):
@@ -200,7 +200,7 @@ class MicroBatchStream:
     ) -> tuple[Int64Array, Int64Array | None, Int64Array | None]:
         """Return the tokens and pieces of a sample, and which tokens count in the loss.
 
-        Raises DataError with the sample, the fault and its location.
+        Raises DataError or NodeError with the sample, the fault and its location.
         """
         try:
             tokens = dataset[index]
@@ -210,7 +210,8 @@ class MicroBatchStream:
             location = ""
             with suppress(DataError, IndexError):  # the location may be damaged as well
                 location = f", which starts at {dataset.where(index)}"
-            raise DataError(f"sample {position}{location}: {error}") from error
+            message = f"sample {position}{location}: {error}"
+            raise reading_error(error, message, DataError) from error
         limit = self._vocab_size
         if limit is not None and (tokens.min() < 0 or tokens.max() >= limit):
             bad = int(np.argmax((tokens < 0) | (tokens >= limit)))

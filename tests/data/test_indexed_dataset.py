@@ -1,5 +1,7 @@
 """The .bin/.idx format, against bytes packed here with struct."""
 
+import errno
+import os
 import resource
 import struct
 from itertools import accumulate
@@ -9,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.data import indexed_dataset
 from megatron.data.indexed_dataset import IndexedDataset, SequenceSlices
-from megatron.errors import DataError
+from megatron.errors import DataError, NodeError
 from tests.data.struct_format import packed, write
 
 DOCUMENTS = [[[5, 6, 7], [8]], [[65535]], [[], [1, 2]]]  # documents of sequences of tokens
@@ -93,6 +96,31 @@ def test_bin_truncated_while_open(tmp_path):
     with pytest.raises(DataError, match=message):
         gathered(indexed, (0, 0, 4))
     assert indexed.read(0, 0, 2).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.EIO, NodeError),
+        (errno.ESTALE, NodeError),
+        (errno.ESHUTDOWN, NodeError),  # Python has it as BrokenPipeError
+        (errno.EACCES, DataError),
+        (errno.ENOENT, DataError),
+    ],
+)
+def test_an_error_of_the_node_is_not_one_of_the_data(tmp_path, monkeypatch, number, kind):
+    prefix = write(tmp_path / "a", [[[1, 2]]])
+    indexed = IndexedDataset(prefix, mmap=False)
+
+    def fail(path, *_):
+        raise OSError(number, os.strerror(number), path)
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(kind, match=rf"a\.bin: byte 0\b.*{os.strerror(number)}"):
+        indexed.read(0)
+    monkeypatch.setattr(indexed_dataset, "map_index", fail)
+    with pytest.raises(kind, match=rf"a\.idx.*{os.strerror(number)}"):
+        IndexedDataset(prefix)
 
 
 @pytest.mark.parametrize("mmap", [True, False])

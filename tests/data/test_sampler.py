@@ -1,5 +1,6 @@
 """Orders of samples and streams of micro-batches, against a count by hand."""
 
+import errno
 import threading
 from itertools import count, islice, pairwise
 
@@ -14,7 +15,7 @@ from megatron.data.gpt_dataset import MockDataset
 from megatron.data.order import are_ranges, around, merged, sample_order
 from megatron.data.permutation import permute
 from megatron.data.sampler import MicroBatchStream, Separation, Share
-from megatron.errors import DataError
+from megatron.errors import DataError, NodeError
 from tests.helpers.examples import examples
 
 
@@ -172,27 +173,32 @@ class Failing(Counting):
 
 
 BYTE = DataError("a.bin: byte 7: cannot be read")
-BROKEN = OSError(5, "Input/output error", "a.bin")
+BROKEN = OSError(errno.EIO, "Input/output error", "a.bin")
+REFUSED = OSError(errno.EACCES, "Permission denied", "a.bin")
 NAMED = r"\b6\b.*numbers\.bin.* 6\b.* 0\b.*a\.bin"
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
-    ("data", "share", "vocab_size", "expected", "match"),
+    ("data", "share", "vocab_size", "expected", "kind", "match"),
     [
-        (Counting(10), Share(2, 0, 2), None, [0, 1, 4, 5], r" 10 .* 11\b"),  # the end
-        (Counting(10), Share(1), 5, [0, 1, 2], r"\b3\b.* 5\b.*numbers\.bin.* 3\b.* 16\b"),
-        (Failing(BYTE), Share(2, 1, 2), None, [2, 3], NAMED),
-        (Failing(BROKEN), Share(2, 1, 2), None, [2, 3], NAMED),
+        (Counting(10), Share(2, 0, 2), None, [0, 1, 4, 5], DataError, r" 10 .* 11\b"),  # the end
+        (
+            *(Counting(10), Share(1), 5, [0, 1, 2], DataError),
+            r"\b3\b.* 5\b.*numbers\.bin.* 3\b.* 16\b",
+        ),
+        (Failing(BYTE), Share(2, 1, 2), None, [2, 3], DataError, NAMED),
+        (Failing(REFUSED), Share(2, 1, 2), None, [2, 3], DataError, NAMED),
+        (Failing(BROKEN), Share(2, 1, 2), None, [2, 3], NodeError, NAMED),
     ],
 )
 def test_an_error_comes_when_its_sample_is_taken(
-    num_workers, data, share, vocab_size, expected, match
+    num_workers, data, share, vocab_size, expected, kind, match
 ):
     """Reading ahead past the end, or over bad data, is no error."""
     stream = MicroBatchStream(data, share, num_workers=num_workers, vocab_size=vocab_size)
     assert samples(stream.take(len(expected) // share.micro_batch_size)) == expected
-    with pytest.raises(DataError, match=match):
+    with pytest.raises(kind, match=match):
         stream.take(1)
     assert stream.consumed_samples == len(expected) * share.size
     stream.close()

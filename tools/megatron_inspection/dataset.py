@@ -29,7 +29,7 @@ from megatron.data.indexed_dataset import (
 )
 from megatron.data.tokenizer import Tokenizer
 from megatron.data.tokenizer_record import TokenizerRecord, digest, read_record
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, NodeError
 
 PROBLEMS_PER_KIND = 5
 BINS_PER_DECADE = 8
@@ -376,7 +376,7 @@ def _take_samples(
         dataset = IndexedDataset(name, mmap=False)
         if len(data_files(name)) > 2:
             dataset.open_mask()
-    except DataError:  # its problems are listed already
+    except (DataError, NodeError):  # its problems are listed already
         return []
     samples = []
     for document in documents:
@@ -396,7 +396,7 @@ def _take_samples(
                 if dataset.mask is not None:
                     marks += dataset.mask.read(first, 0, length).tolist()
                 first += 1
-        except (DataError, IndexError):
+        except (DataError, NodeError, IndexError):
             continue
         samples.append(
             Sample(

@@ -29,7 +29,7 @@ from megatron.data.indexed_dataset import data_files
 from megatron.data.order import sample_order
 from megatron.data.sampler import MicroBatchStream, Separation, Share
 from megatron.data.tokenizer import Tokenizer
-from megatron.errors import DataError, LaunchError
+from megatron.errors import DataError, LaunchError, LostRankError, NodeError
 from megatron.parallel.topology import Topology
 from megatron.training.run.schedules import BatchSchedule, LengthSchedule
 
@@ -186,9 +186,10 @@ def first_builds(
 ) -> Callable[[int, int, int], Datasets]:
     """Wrap `build` for all ranks to call: rank 0 builds the index files, then the others read them.
 
-    If rank 0 fails, all other ranks raise a DataError with the same message. `say` gets a line
-    about each build and each wait. Rank 0 calls `check` before its first build. If the run has no
-    data files, `build` itself is returned and `check` is not called.
+    If rank 0 fails, all other ranks raise a DataError with the same message, or a LostRankError if
+    the reason is rank 0's node. `say` gets a line about each build and each wait. Rank 0 calls
+    `check` before its first build. If the run has no data files, `build` itself is returned and
+    `check` is not called.
     """
     if not data_prefixes(config):
         return build
@@ -205,7 +206,8 @@ def first_builds(
         if not topology.world.is_first:
             _wait(shared, key, topology)
             if failure := shared.get(key).decode():
-                raise DataError(failure)
+                of_node = shared.check([f"{key}/node"])
+                raise (LostRankError if of_node else DataError)(failure)
             return build(train, valid, test)
         try:
             if turn == 0:
@@ -213,6 +215,8 @@ def first_builds(
             with index_cache.forwarded_messages(report):
                 datasets = build(train, valid, test)
         except BaseException as error:
+            if isinstance(error, NodeError):
+                shared.set(f"{key}/node", "")
             shared.set(key, str(error) or type(error).__name__)
             raise
         shared.set(key, "")

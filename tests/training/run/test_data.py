@@ -3,6 +3,7 @@
 No rank is left behind.
 """
 
+import errno
 import os
 import shutil
 import threading
@@ -12,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.data.datasets import Reading, build_datasets
-from megatron.errors import DataError, LaunchError
+from megatron.errors import DataError, LaunchError, LostRankError, NodeError
 from megatron.training.run import data
 from megatron.training.run.data import copy_to_node, first_builds, staged_locations
 from tests.helpers.processes import run_processes
@@ -140,7 +141,7 @@ def test_the_wait_has_an_end(tmp_path, monkeypatch):
         staged_locations(asked, rank_topology(data=2), lambda _: None, dist.HashStore())
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [None, DataError, NodeError])
 def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(tmp_path, fails):
     store = dist.HashStore()
     begun = []
@@ -151,8 +152,8 @@ def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(tmp_path, fai
     def run(rank):
         def build(*samples):
             begun.append(rank)
-            if fails:
-                raise DataError("the disk is full")
+            if fails is not None:
+                raise fails(*([errno.EIO] if fails is NodeError else []), "the disk is bad")
             return build_datasets(asked, *samples)
 
         in_turn = first_builds(asked, rank_topology(rank, data=3), build, lambda _: None, store)
@@ -160,10 +161,10 @@ def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(tmp_path, fai
 
     outcomes = side_by_side(3, run)
     assert begun[0] == 0
-    if fails:
-        assert all(
-            isinstance(error, DataError) and "the disk is full" in str(error) for error in outcomes
-        )
+    if fails is not None:
+        assert all("the disk is bad" in str(error) for error in outcomes)
+        on_others = LostRankError if fails is NodeError else DataError
+        assert [type(error) for error in outcomes] == [fails, on_others, on_others]
         assert begun == [0]
     else:
         assert all(len(built) == 2 and built[0].train is not None for built in outcomes)

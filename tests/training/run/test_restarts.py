@@ -1,5 +1,6 @@
 """Restarts within the job: runs that lose processes continue as if they had not."""
 
+import errno
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ from benchmarks.faults.history import differing, newest, records, steps, tensors
 from megatron.engine.engine import Engine
 from megatron.training.run.checkpoints import Saves
 from tests.helpers.fault_points import strike_once
+from tests.helpers.indexed import write_documents
 from tests.helpers.launching import TINY, launch
 
 pytestmark = pytest.mark.slow
@@ -211,6 +213,34 @@ def test_a_replica_without_a_spare_is_dropped(tmp_path):
         assert samples == undisturbed[iteration][2]
         assert (loss, norm) == pytest.approx(undisturbed[iteration][:2], rel=1e-5)
     assert steps(folder)[-1][0] == LAST
+
+
+def fail_reading(marker, step):
+    """Let a read of this rank's data fail after a step, once in the job."""
+    read = os.pread
+    armed = []
+
+    def fails(*of_call):
+        if armed and not os.path.exists(marker):
+            Path(marker).touch()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(*of_call)
+
+    os.pread = fails
+    sys.addaudithook(lambda event, of: armed.append(1) if (event, *of) == (STEP, step) else None)
+
+
+def test_a_job_survives_an_error_of_a_file_system(tmp_path):
+    prefix = write_documents(tmp_path / "x", [[i % 97 for i in range(2000)]])
+    folder = tmp_path / "run"
+    arguments = [word for word in TINY if word != "--mock-data"]
+    arguments += ["--data-path", str(prefix), "--split", "1", "--no-mmap-bin-files"]
+    arguments += ["--train-iters", str(LAST), "--save-interval", "2", "--max-restarts", "2"]
+    arguments += ["--save", str(folder), "--load", str(folder)]
+    outcomes = launch(2, arguments, arm={1: (fail_reading, str(tmp_path / "failed"), 3)})
+    assert [one.code for one in outcomes] == [0, 0], outcomes[0].output
+    (restart,) = records(folder, "restart")
+    assert f"{prefix}.bin" in restart["cause"] and os.strerror(errno.EIO) in restart["cause"]
 
 
 def test_restarts_leave_nothing_behind(tmp_path):
