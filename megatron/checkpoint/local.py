@@ -26,12 +26,20 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.memory_file import COPY, PRIMARY, Key, MemoryFile, MemorySlot, pages
+from megatron.checkpoint.memory_file import (
+    COPY,
+    PRIMARY,
+    HeaderTooLongError,
+    Key,
+    MemoryFile,
+    MemorySlot,
+    pages,
+)
 from megatron.checkpoint.shards import Entries, Shard, Stored
 from megatron.checkpoint.shared_errors import errors_on_all_ranks
 from megatron.checkpoint.tensors import (
@@ -56,7 +64,7 @@ from megatron.parallel.topology import Group, Topology
 
 FLAG = "--non-persistent-save-interval"
 _POLL_S = 0.1  # interval at which a rank that waits for a thread shows that it is alive
-_STATE_BYTES = 1 << 20  # room for the state of the training loop to grow
+_STATE_BYTES = 1 << 20  # room for settings, provenance and state of the training loop, at first
 _EVENT = "megatron.checkpoint.local"  # audit event, with the name of a moment
 
 
@@ -117,12 +125,23 @@ class Replication:
         return cls(jump, topology.messages_between(ranks, timeout))
 
 
+class _HeaderOutcome(NamedTuple):
+    """Outcome of writing a header.
+
+    problem       why the slot was left empty; "" if it was not
+    header_bytes  room that the header would need, if this is the problem; else 0
+    """
+
+    problem: str = ""
+    header_bytes: int = 0
+
+
 @dataclass
 class _PendingLocal:
     """A local save between its copy and the moment at which all ranks have it.
 
     primary, copy  the slots of this rank's shards, and of its neighbour's; None: no replication
-    hashed         writes the header of `primary`; its result is a problem that left the slot empty, or ""
+    hashed         writes the header of `primary`
     receive        the message from the neighbour
     received       waits until the messages to and from neighbours are complete
     """
@@ -131,7 +150,7 @@ class _PendingLocal:
     primary: MemorySlot
     copy: MemorySlot | None
     begun: float
-    hashed: Future[str] = field(default_factory=Future)
+    hashed: Future[_HeaderOutcome] = field(default_factory=Future)
     receive: dist.Work | None = None
     received: Future[None] | None = None
 
@@ -187,6 +206,8 @@ class LocalSaver:
         self._stored = json.dumps(_entries(tensors), separators=(",", ":"))
         data = pages(snapshot_bytes(tensors))
         header = pages(2 * len(self._stored) + _STATE_BYTES)
+        # what earlier processes have found to be needed
+        header = max([header, *(s.header_bytes for s in memory.slots if s.role == PRIMARY)])
         elements = sum(view.numel() for _, _, view, _ in placed(tensors))
         number = max((key.number for key in _keys(memory)), default=0)
         mine = torch.tensor([[data, header, elements, number]])
@@ -197,11 +218,9 @@ class LocalSaver:
         self._ring = replication.ring
         self._to = (topology.rank + replication.jump) % world.size
         self._from = (topology.rank - replication.jump) % world.size
-        self._sizes = {PRIMARY: (data, header)}
-        if self._ring is not None:
-            self._sizes[COPY] = (int(table[self._from, 0]), int(table[self._from, 1]))
+        self._sizes: dict[str, tuple[int, int]] = {}
         self._settled = False
-        self._arrange()
+        self._arrange(table)
 
     @property
     def bytes(self) -> int:
@@ -222,6 +241,14 @@ class LocalSaver:
     def done(self) -> bool:
         """Return whether this rank's part of the pending save is complete or has failed."""
         return self._pending is None or self._pending.done
+
+    @property
+    def failed(self) -> bool:
+        """Return whether this rank's part of the pending save has failed."""
+        pending = self._pending
+        if pending is None or not pending.hashed.done() or pending.hashed.exception() is not None:
+            return False  # `commit` raises the exception
+        return bool(pending.hashed.result().problem)
 
     @property
     def last(self) -> Key | None:
@@ -285,28 +312,36 @@ class LocalSaver:
             sys.audit(_EVENT, "sending")
             _in_thread(pending.received, lambda: [work.wait() for work in works])
 
-    def commit(self) -> float:
+    def commit(self, failed: bool = False) -> float:
         """End the pending save, which is done on every rank; return the seconds since its start.
+
+        failed  whether it has failed on any rank: the one before then stays the last one
 
         Raises the error of a message, on the rank that has it.
         """
         pending = self._pending
         assert pending is not None and pending.done, "a save is done before it is committed"
         self._pending = None
-        if problem := pending.hashed.result():
+        written = pending.hashed.result()
+        if written.problem:
             print(
                 f"WARNING: rank {self._topology.rank} has no local checkpoint of iteration "
-                f"{pending.key.iteration}: {problem}",
+                f"{pending.key.iteration}: {written.problem}",
                 file=sys.stderr,
                 flush=True,
             )
         if pending.received is not None:
             pending.received.result()
+        elapsed_s = time.perf_counter() - pending.begun
+        if failed:
+            for slot in filter(None, (pending.primary, pending.copy)):
+                slot.erase()
+            self._make_room(written.header_bytes)
+            return elapsed_s
         if pending.copy is not None:
             pending.copy.key = pending.key
         self._last = pending.key
         sys.audit(_EVENT, "committed")
-        elapsed_s = time.perf_counter() - pending.begun
         if not self._settled:
             self._arrange()
         return elapsed_s
@@ -319,8 +354,9 @@ class LocalSaver:
         self.advance()
         if self._pending.received is not None:
             self._wait(self._pending.received)
-        all_reduce(torch.zeros(1), self._topology.world)  # until all ranks have got here
-        self.commit()
+        failed = torch.tensor([int(self.failed)])
+        all_reduce(failed, self._topology.world, dist.ReduceOp.MAX)  # until all ranks are here
+        self.commit(bool(failed.item()))
 
     def clear(self) -> None:
         """Forget all saves: the run goes back to a state before them."""
@@ -366,13 +402,29 @@ class LocalSaver:
         ]
         return min(slots, key=lambda slot: slot.key.number if slot.key is not None else -1)
 
-    def _arrange(self) -> None:
+    def _make_room(self, header_bytes: int) -> None:
+        """Enlarge the slots of ranks whose header does not fit; 0: this one's does.
+
+        All ranks call this. Raises CheckpointError on every rank.
+        """
+        data, header = self._sizes[PRIMARY]
+        mine = torch.tensor([[data, max(header, pages(2 * header_bytes))]])
+        self._arrange(gather_first(mine, self._topology.world))
+
+    def _arrange(self, table: torch.Tensor | None = None) -> None:
         """Allocate the slots that are missing, and remove those of other sizes.
+
+        table  [rank, 2] with sizes of data and header, if they are new
 
         Slots that hold the last save stay; all ranks then allocate only one of each kind. All ranks
         call this. Raises CheckpointError on every rank.
         """
         memory = self._memory
+        if table is not None:
+            sizes_of = [(int(data), int(header)) for data, header in table[:, :2]]
+            self._sizes = {PRIMARY: sizes_of[self._topology.rank]}
+            if self._ring is not None:
+                self._sizes[COPY] = sizes_of[self._from]
         misfits = [slot for slot in memory.slots if not self._fits(slot)]
         in_use = [slot for slot in misfits if slot.key is not None and slot.key == self._last]
         several = torch.tensor([int(bool(in_use))])
@@ -434,17 +486,19 @@ def _complete(
     content: Mapping[str, Any],
     about: Callable[[], Mapping[str, object]],
     stored: str,
-) -> str:
-    """Hash a copy and write its header; return a problem that leaves the slot empty, or ""."""
+) -> _HeaderOutcome:
+    """Hash a copy and write its header."""
     value = slot.digest(content["size_bytes"], nothing)
     sys.audit(_EVENT, "hashed")
     try:
         more = {"digest": value, "about": about() if content["rank"] == 0 else {}}
         text = json.dumps({**content, **more}, separators=(",", ":"))
         slot.complete(content["key"], f'{text[:-1]},"stored":{stored}}}'.encode())
+    except HeaderTooLongError as error:
+        return _HeaderOutcome(str(error), error.size_bytes)
     except (CheckpointError, TypeError, ValueError) as error:
-        return str(error)
-    return ""
+        return _HeaderOutcome(str(error))
+    return _HeaderOutcome()
 
 
 def _in_thread(future: Future[Any], function: Callable[[], object]) -> None:

@@ -39,6 +39,14 @@ _DIGEST_BYTES = 32
 _HASHED_BYTES = 64 << 20  # bytes hashed between two signs of life
 
 
+class HeaderTooLongError(CheckpointError):
+    """A header that needs `size_bytes` is longer than its slot's room."""
+
+    def __init__(self, message: str, size_bytes: int) -> None:
+        super().__init__(message)
+        self.size_bytes = size_bytes
+
+
 class Key(NamedTuple):
     """Identity of a local save: its number in the job, its iteration, and the job's attempt.
 
@@ -128,12 +136,13 @@ class MemorySlot:
         self._header[: _LENGTH_BYTES + _DIGEST_BYTES] = bytes(_LENGTH_BYTES + _DIGEST_BYTES)
 
     def complete(self, key: Key, text: bytes) -> None:
-        """Write the header of the copy in the slot. Raises CheckpointError if it is too long."""
+        """Write the header of the copy in the slot. Raises HeaderTooLongError."""
         at = _LENGTH_BYTES + _DIGEST_BYTES
         if at + len(text) > self.header_bytes:
-            raise CheckpointError(
-                f"the state of the training loop has grown: the header of a local save takes "
-                f"{len(text)} bytes, and there is room for {self.header_bytes - at}"
+            raise HeaderTooLongError(
+                f"settings, provenance and state of the training loop take {len(text)} bytes, and "
+                f"there is room for {self.header_bytes - at}: the next one has more",
+                at + len(text),
             )
         header = self._header
         header[at : at + len(text)] = text

@@ -265,6 +265,28 @@ def test_a_kill_leaves_a_whole_save(moment, iteration):
     assert run_processes(2, after_a_kill, descriptors) == [iteration] * 2
 
 
+def too_long(rank):
+    """Save with a header that does not fit, again, and after a restart; return what is loaded."""
+    job = job_of("tied", fields_of("pp2"), 2)
+    fd = memory()
+    saver = saver_of(job, fd, 1)
+    saved(saver, job, 1)
+    loaded = []
+    for iteration in (2, 3, 4):
+        if iteration == 4:
+            saver = saver_of(job, fd, 1, keep=saver.last)
+        saver.start(iteration, {}, lambda: {"data": "x" * (4 << 20)})
+        saver.finish()
+        loaded.append((saver.last.iteration, find_local(MemoryFile(fd), job.topology).iteration))
+    assert len(MemoryFile(fd).slots) == 4
+    return loaded
+
+
+@pytest.mark.slow
+def test_a_header_that_does_not_fit_gets_room():
+    assert run_processes(2, too_long) == [[(1, 1), (3, 3), (4, 4)]] * 2
+
+
 def no_memory(rank):
     job = job_of("tied", fields_of("pp2"), 2)
     fd = memory()

@@ -33,6 +33,7 @@ from megatron.training.report.reporter import Reporter
 from megatron.training.run.stopping import Agreement
 
 _WRITING = "local save"
+_COMPLETE, _FAILED, _INCOMPLETE = range(3)  # a rank's part of a save; the largest is agreed on
 _COST, _STEP, _TOOK = "local cost", "local step", "local time"  # in microseconds
 MOST_COST = 0.01
 """Share of the training time that `auto` lets saves take."""
@@ -199,13 +200,18 @@ class LocalSaves:
         ] = []  # those since the last save began, which is not complete
         self._saved: int | None = None  # the iteration of the last save
         first = topology.world.is_first
-        agreement.add(_WRITING, lambda: int(not saver.done), lambda: saver.pending)
+        agreement.add(_WRITING, self._part, lambda: saver.pending)
         for name, seconds in (
             (_COST, lambda: self._cost_s),
             (_TOOK, lambda: self._took_s),
             (_STEP, lambda: self._step_s if first else 0.0),
         ):
             agreement.add(name, partial(_microseconds, seconds), self._choosing)
+
+    def _part(self) -> int:
+        if not self._saver.done:
+            return _INCOMPLETE
+        return _FAILED if self._saver.failed else _COMPLETE
 
     @property
     def _step_s(self) -> float:
@@ -253,7 +259,11 @@ class LocalSaves:
             self._choose(*(agreed[name] / 1e6 for name in (_COST, _STEP, _TOOK)))
         if pending:
             self._saver.advance()
-            if not agreed.get(_WRITING, True):
+            part = agreed.get(_WRITING, _INCOMPLETE)
+            if part == _FAILED:
+                self._saver.commit(failed=True)
+                self._next = _STEPS_BEFORE_CHOICE
+            elif part == _COMPLETE:
                 self._took_s = self._saver.commit()
                 self._committed()
         self._lap = self._clock()

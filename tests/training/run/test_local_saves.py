@@ -26,11 +26,15 @@ class Case:
         self.left = None
         self.starts = []
         self.lines = []
+        self.saved = []
+        self.failed = False
         self.last = None
         checkpoint = SimpleNamespace(non_persistent_save_interval=interval)
         topology = rank_topology()
         self.agreement = Agreement(topology)
-        reporter = SimpleNamespace(say=self.lines.append, publish=lambda event: None)
+        reporter = SimpleNamespace(
+            say=self.lines.append, publish=lambda event: self.saved.append(event.iteration)
+        )
         config = SimpleNamespace(checkpoint=checkpoint)
         self.saves = LocalSaves(
             config, self, self.agreement, reporter, topology, clock=lambda: self.now
@@ -57,8 +61,10 @@ class Case:
     def advance(self):
         self.left -= 1
 
-    def commit(self):
+    def commit(self, failed=False):
         self.left = None
+        if failed:
+            return 0.0
         self.last = SimpleNamespace(iteration=self.starts[-1])
         return self.now - self.began
 
@@ -73,6 +79,15 @@ class Case:
 
 def test_a_given_interval():
     assert Case(4).run(3, 14) == [4, 8, 12]
+
+
+def test_a_failed_save_does_not_count():
+    case = Case(4)
+    case.failed = True
+    case.run(1, 7)
+    case.failed = False
+    case.run(8, 11)
+    assert (case.starts, case.saved) == ([4, 8], [8])
 
 
 @pytest.mark.parametrize(
