@@ -12,7 +12,7 @@ from megatron.checkpoint.export import export_problem
 from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config, parse_args
 from megatron.config.pieces import Pieces, load_callbacks
-from megatron.errors import LostRankError, MegatronError
+from megatron.errors import EXIT_LOST_RANK, LostRankError, MegatronError
 from megatron.parallel.environment import job_environment
 from megatron.parallel.launch import Launch, detect_launch, variables_with_flags
 from megatron.training.run.process import Signals, guard_output, leave, run_guarded, signals_noted
@@ -76,6 +76,10 @@ def pretrain(
                     renumbered(identity.rank)
                 if train(now, identity, signals, membership.started, renumbered, membership):
                     return
+                from megatron.training.run.callbacks import keep_state
+
+                if keep_state(now.pieces.callbacks):
+                    raise SystemExit(EXIT_LOST_RANK)  # the supervisor forks a process in its place
         raise LostRankError(f"{membership.cause}: the job has ended")
 
     if (membership := started_by_supervisor()) is not None:

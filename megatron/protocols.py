@@ -229,7 +229,8 @@ class Callback:
         """
 
     def close(self) -> None:
-        """Called once at the end of the run, even if it failed.
+        """Called once at the end of the run, even if it failed, and at a fault before a restart.
 
+        After a fault the object is not used again: see docs/extending.md.
         On rank 0, if on_event is overridden, the call follows the last event, in the same thread.
         """

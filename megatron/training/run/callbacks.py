@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.data import history
@@ -295,6 +295,18 @@ class SlowRanks(Callback):
                 for rank in lasting[:_NAMED]
             )
             self.announce(f"slow ranks: {named}", lasting)
+
+
+def keep_state(callbacks: Iterable[object]) -> bool:
+    """Return whether some of the user's callbacks may not be as they were before training.
+
+    Those with neither attributes nor a `close` of their own are.
+    """
+    return any(
+        getattr(each, "__dict__", None) != {}
+        or getattr(type(each), "close", None) is not Callback.close
+        for each in callbacks
+    )
 
 
 def build_callbacks(

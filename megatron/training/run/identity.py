@@ -8,6 +8,7 @@ the data sets are known only later, and are compared then.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -84,13 +85,12 @@ def code_digests(config: Config, package: Path = _PACKAGE) -> dict[str, str]:
 
     The content is compared, because copies of the same clone have different modification times.
     The user's files may be in other folders on other nodes: their names have no folder, and a name
-    that several of them have stands for all of these.
+    that several of them have stands for all of these. Files that this process imports after the
+    first call are not among them: after a restart, a new process has not imported them yet.
     """
     main = getattr(sys.modules["__main__"], "__file__", None)
     pieces = {*config.pieces.files(), *([config.pieces.file] if config.pieces.file else [])}
-    folders = set(map(os.path.dirname, pieces))
-    loaded = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    beside = {path for path in loaded if path and os.path.dirname(path) in folders}
+    beside = _loaded_from(frozenset(map(os.path.dirname, pieces)))
     user_files = {*pieces, *beside, *([main] if main else [])}
     named = [(str(path.relative_to(package.parent)), path) for path in package.rglob("*.py")]
     named += [(os.path.basename(path), Path(path)) for path in user_files]
@@ -98,6 +98,13 @@ def code_digests(config: Config, package: Path = _PACKAGE) -> dict[str, str]:
     for name, path in named:
         digests.setdefault(name, set()).add(_file(path, _MOST_BYTES))
     return {name: ", ".join(sorted(some)) for name, some in sorted(digests.items())}
+
+
+@functools.cache
+def _loaded_from(folders: frozenset[str]) -> frozenset[str]:
+    """Return the files in these folders that this process has imported before the first call."""
+    loaded = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    return frozenset(path for path in loaded if path and os.path.dirname(path) in folders)
 
 
 def inputs(config: Config) -> list[Path]:

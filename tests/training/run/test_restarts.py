@@ -243,6 +243,55 @@ def test_a_job_survives_an_error_of_a_file_system(tmp_path):
     assert f"{prefix}.bin" in restart["cause"] and os.strerror(errno.EIO) in restart["cause"]
 
 
+LOG = """
+import megatron
+
+class Log(megatron.Callback):
+    def __init__(self):
+        self.file = open({log!r}, "a")
+
+    def on_step(self, run, step):
+        self.file.write(f"{{run.topology.rank}} {{step.iteration}}\\n")
+
+    def close(self):
+        self.file.close()
+
+PIECES = {{"callbacks": [Log()]}}
+"""
+LAZY = """
+import sys
+import megatron
+
+class Lazy(megatron.Callback):
+    def after_step(self, run):
+        sys.path.append({folder!r})
+        import helper_of_lazy
+
+PIECES = {{"callbacks": [Lazy()]}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "ways"), [(LOG, {"forked": 2}), (LAZY, {"forked": 1, "in-process": 1})]
+)
+def test_callbacks_begin_anew_after_a_restart(tmp_path, code, ways):
+    """One holds an open file, the other imports a module that a new process has not imported."""
+    (tmp_path / "helper_of_lazy.py").touch()
+    log = tmp_path / "log"
+    pieces = tmp_path / "pieces.py"
+    pieces.write_text(code.format(log=str(log), folder=str(tmp_path)))
+    flags = ("--max-restarts", "3", "--pieces", str(pieces))
+    codes, output = run(tmp_path / "run", 2, *flags, faults={1: [(3, "kill")]})
+    assert codes == [0, 0], output
+    (restart,) = records(tmp_path / "run", "restart")
+    assert restart["ways"] == ways
+    if code is LOG:
+        steps_of_first = [line for line in log.read_text().splitlines() if line[0] == "0"]
+        repeated = range(restart["iteration"] + 1, LAST + 1)
+        assert steps_of_first[-len(repeated) :] == [f"0 {step}" for step in repeated]
+        assert steps_of_first[: restart["iteration"]] == ["0 1", "0 2"]
+
+
 def test_restarts_leave_nothing_behind(tmp_path):
     """A process that survives five restarts holds no more descriptors, threads or engines."""
     log = tmp_path / "held"
