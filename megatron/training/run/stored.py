@@ -120,7 +120,7 @@ def accepted(
                 yield option.name, None
             continue
         try:
-            yield option.name, option.accept(value)
+            yield option.name, option.accept(option.named(value))
         except ValueError as error:
             raise CheckpointError(
                 f"{file}: {option.name} {error}: load another checkpoint"

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from megatron.config import Config
-from megatron.config.settings import all_options, section_of
+from megatron.config.settings import SECTIONS, all_options, section_of
 from megatron.errors import MegatronError
 from megatron.metrics_file import read_records
 from megatron.program import pretrain
 from megatron.training.report.reporter import Console
 from megatron.training.run.resume import UNCOMPARED, describe_changes
+from megatron.training.run.stored import accepted as read_values
 from megatron.training.run.stored import stored_settings
 from tests.helpers.processes import run_processes
 from tests.helpers.tiny import RUN
@@ -154,3 +155,13 @@ def test_any_setting_changed_is_the_same_run_or_named(tmp_path, group):
             assert same or any(word in log for word in spellings), (change, log)
             different |= set() if same else {name}
     assert len(different) == len(names) if group is None else len(different) > 2
+
+
+def test_numbers_that_have_a_word_come_back_from_a_checkpoint():
+    """A checkpoint has the number, which the command line may refuse."""
+    for name, option in all_options().items():
+        for number in option.value_names.values():
+            if type(number) in (int, float):
+                section = SECTIONS[section_of(name)]
+                stored = read_values(section, {name: number}, Path("config.json"))
+                assert dict(stored) == {name: number}
