@@ -199,9 +199,9 @@ class Supervisor:
     timeout  time limit for all supervisors to arrive, and for requests to the store
     limits   limits on restarts
     work     trains in the forked process, given its Membership; returns the exit code
-    prepare  called first, when signals are forwarded already
     started  see Membership
     received  signals that came before, which the training process will get
+    prepare  called first, when signals are forwarded already
     on_end   called by one supervisor when the job ends by a fault, with whether the job has saved
              a checkpoint
     note_end  called with the exit code of the job by each supervisor that learns that it has ended

@@ -195,12 +195,10 @@ class LocalSaves:
         self._took_s = 0.0
         self._lap: float | None = None  # when the last step began
         self._undisturbed_s: deque[float] = deque(maxlen=4 * _STEPS_BEFORE_CHOICE)
-        self._during_save_s: list[
-            float
-        ] = []  # those since the last save began, which is not complete
+        self._during_save_s: list[float] = []  # since a save began that is not complete
         self._saved: int | None = None  # the iteration of the last save
         first = topology.world.is_first
-        agreement.add(_WRITING, self._part, lambda: saver.pending)
+        agreement.add(_WRITING, self._outcome, lambda: saver.pending)
         for name, seconds in (
             (_COST, lambda: self._cost_s),
             (_TOOK, lambda: self._took_s),
@@ -208,7 +206,8 @@ class LocalSaves:
         ):
             agreement.add(name, partial(_microseconds, seconds), self._choosing)
 
-    def _part(self) -> int:
+    def _outcome(self) -> int:
+        """Return how this rank's part of the save in progress stands."""
         if not self._saver.done:
             return _INCOMPLETE
         return _FAILED if self._saver.failed else _COMPLETE
@@ -259,11 +258,11 @@ class LocalSaves:
             self._choose(*(agreed[name] / 1e6 for name in (_COST, _STEP, _TOOK)))
         if pending:
             self._saver.advance()
-            part = agreed.get(_WRITING, _INCOMPLETE)
-            if part == _FAILED:
+            outcome = agreed.get(_WRITING, _INCOMPLETE)
+            if outcome == _FAILED:
                 self._saver.commit(failed=True)
                 self._next = _STEPS_BEFORE_CHOICE
-            elif part == _COMPLETE:
+            elif outcome == _COMPLETE:
                 self._took_s = self._saver.commit()
                 self._committed()
         self._lap = self._clock()

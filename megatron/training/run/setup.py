@@ -261,17 +261,17 @@ def take_part(run: Run, membership: Membership, rendezvous: Rendezvous) -> None:
     run.callbacks.append(ReportsProgress(membership))
     if run.watchdog is not None:
         run.watchdog.announce = announce
+    generation = membership.generation
     factor = run.config.training.replace_slow_ranks
-    if factor is not None and not membership.generation.spares:
+    if generation.spares:
+        for callback in run.callbacks:
+            if isinstance(callback, SlowRanks):
+                callback.announce = partial(announce, replace=True)
+    elif factor is not None:
         run.reporter.say(
             f" note: --replace-slow-ranks {factor:g}: there is no spare node, so slow ranks are only "
             "reported"
         )
-    if membership.generation.spares:
-        for callback in run.callbacks:
-            if isinstance(callback, SlowRanks):
-                callback.announce = partial(announce, replace=True)
-    generation = membership.generation
     if not generation.number:
         return
     outage_s = generation.outage_s + time.monotonic() - membership.began_s
@@ -394,8 +394,8 @@ def assemble(
 
     Rank 0 prints the layout, the lines `host` about ranks and processes, settings, kernels and
     sizes. `locations` has "node:device" of every rank; it is needed on rank 0 only. `local` is for
-    local checkpoints; the run continues from one that is newer than those on disk. `printed` has what this
-    process has printed before a restart, which is not repeated.
+    local checkpoints; the run continues from one that is newer than those on disk. `printed` has
+    what this process has printed before a restart, which is not repeated.
     """
     torch.manual_seed(config.training.seed)
     reporter = Reporter(config, topology.rank)
