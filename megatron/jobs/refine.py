@@ -21,7 +21,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.jobs.scaling import figures
 from megatron.jobs.scaling import read_run as read_measured
 from megatron.planner.cluster import Cluster, assumed_figures
-from megatron.planner.compute import is_time
+from megatron.planner.compute import is_rate, is_time
 from megatron.planner.table import Table
 from megatron.planner.timing import Estimate, estimate
 
@@ -158,6 +158,8 @@ def correct(cluster: Cluster, factors: Factors, dtypes: set[str]) -> Cluster:
     peaks = {dtype: peak for dtype, peak in cluster.peak_tflops.items() if dtype in dtypes}
     corrected = []
     for name, figure in {**assumed_figures(peaks), **cluster.compute}.items():
+        if not (is_time(name) or is_rate(name)):
+            continue
         factor = factors[name.startswith(_OF_MESSAGES)]
         source = f"{figure.source}; seconds times {factor:.3f} according to the step times of runs"
         scaled = figure.scaled(factor if is_time(name) else 1 / factor)

@@ -2,6 +2,7 @@
 
 The time of a collective is its start-up time, plus the latency of its steps, plus the bytes that a
 rank sends divided by the bandwidth of the slowest group of its kind while all such groups run.
+Groups over many nodes keep only a share of it (bandwidth_by_nodes): they share the network's links.
 Steps are counted as NCCL and RCCL count them to choose an algorithm (src/graph/tuning.cc in both):
 
     ring  (ranks - 1) steps, of which (nodes - 1) are between nodes; twice that for an all-reduce
@@ -151,7 +152,14 @@ class Channels(FigureReader):
         sent = n_bytes
         if kind not in ("ring", "reduce"):
             sent = ring_bytes(n_bytes, group.ranks, kind)
-        return start + latency + sent / (rate.gb_per_s * 1e9)
+        return start + latency + sent / (self._share_kept(group.nodes) * rate.gb_per_s * 1e9)
+
+    def _share_kept(self, nodes: int) -> float:
+        """Return the share of their bandwidth that collectives over this many nodes keep."""
+        if nodes == 1 or "bandwidth_by_nodes" not in self.figures:
+            return 1.0
+        points = sorted(self.take("bandwidth_by_nodes").points)
+        return float(np.interp(math.log(nodes), *zip(*((math.log(n), s) for n, s in points))))
 
     def boundary(self, rank: int, other: int, n_bytes: float) -> tuple[float, float]:
         """Return the seconds for which a message occupies its link, and its latency after that.

@@ -21,7 +21,7 @@ from pydantic import Field, Strict, TypeAdapter, ValidationError
 
 from megatron.config.settings_file import written
 from megatron.errors import ConfigError
-from megatron.planner.compute import COLUMNS, Figure, is_time
+from megatron.planner.compute import COLUMNS, Figure, is_cost, is_rate
 from megatron.untrusted import read_toml, write_text
 
 CLUSTERS = Path(__file__).with_name("clusters")
@@ -55,15 +55,15 @@ def at(key: str, default: Any = MISSING) -> Any:
 
 
 class Facts:
-    """Contents of a parsed file.
+    """Contents of a parsed file, over those of the files that it includes.
 
-    Raises ConfigError if the file cannot be read. `take` raises ConfigError, with the file and the
+    Raises ConfigError if a file cannot be read. `take` raises ConfigError, with the file and the
     key, for a missing or invalid value, and `check_known` for an unknown key.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._tables = read_toml(path, _MOST_BYTES, error=ConfigError)
+        self._tables = _read_with_includes(path)
         self._known: set[str] = set()
 
     def error(self, key: str, problem: str) -> ConfigError:
@@ -109,6 +109,49 @@ class Facts:
                     key, "is not a known key: see the files of known machines for all keys"
                 )
             self.check_known(value, f"{key}.")
+
+
+def _read_with_includes(path: Path) -> dict[str, Any]:
+    """Read a file, and complete it by the files of this package that its `include` names.
+
+    A table is completed key by key, and any other value is taken as a whole from the last file that
+    has it; the file itself is the last. `include` is a list such as ["devices/mi250x"]. Each file
+    also covers the sources of its own figures: a value that replaces another one never keeps the
+    other's basis or source, because tables with a basis are replaced as a whole.
+    """
+    tables = read_toml(path, _MOST_BYTES, error=ConfigError)
+    included = tables.pop("include", [])
+    merged: dict[str, Any] = {}
+    known = _files_to_include()
+    for name in included if isinstance(included, list) else [included]:
+        if name not in known:
+            raise ConfigError(
+                f"{path}: include: there is no file {reprlib.repr(name)}: choose from "
+                f"{', '.join(sorted(known))}"
+            )
+        _merge(merged, _read_with_includes(known[name]))
+    _merge(merged, tables)
+    return merged
+
+
+def _files_to_include() -> dict[str, Path]:
+    """Map the names of this package's files on devices and machines, without suffix, to paths."""
+    return {
+        f"{folder}/{path.stem}": path
+        for folder in ("devices", "clusters")
+        for path in CLUSTERS.with_name(folder).glob("*.toml")
+    }
+
+
+def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+    """Put the values of `above` into `below`; tables without a basis are merged key by key."""
+    for name, value in above.items():
+        old = below.get(name)
+        if isinstance(value, dict) and isinstance(old, dict) and not {"basis"} & {*value, *old}:
+            below[name] = dict(old)
+            _merge(below[name], value)
+        else:
+            below[name] = value
 
 
 # -- machines --------------------------------------------------------------------------------------
@@ -383,7 +426,7 @@ def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
     largest = max(peak_tflops.values(), default=100.0)
     figures = {}
     for name, figure in _for_a_peak_of_one().items():
-        peak = 1.0 if is_time(name) else largest
+        peak = largest if is_rate(name) else 1.0
         if name.startswith(("products", "attention")):
             peak = peak_tflops.get(name.split(".")[1], 0.0)
         if peak:
@@ -398,7 +441,7 @@ def _figures(facts: Facts, sources: Mapping[str, str]) -> dict[str, Figure]:
         key = f"compute.{name}"
         if facts.find(key) is None:
             continue
-        kind = Number if columns == 1 and is_time(name) else Positive
+        kind = Number if columns == 1 and is_cost(name) else Positive
         value = facts.take(f"{key}.value", kind, None)
         if value is None:
             points = facts.take(f"{key}.points", tuple[tuple[Positive, ...], ...])

@@ -25,6 +25,17 @@ Names of figures, columns, units:
     instruction_overhead_s     s of host time per instruction of the pipeline's schedule; 0 if
                                missing
     step_overhead_s            s of host time per step
+    launch_s                   s of host time to start a kernel; 0 if missing. Passes take at least
+                               this long for each of their kernels, unless they are recorded as
+                               graphs
+    speed_beside_messages      share of its speed that a computation keeps while its device sends
+                               and receives; 1 if missing
+    device_variation           standard deviation of the sustained speed of a machine's devices, as
+                               a share of their mean; 0 if missing. A step waits for the slowest
+    run_variation              standard deviation of the times of steps of identical runs, as a
+                               share of their mean; 0 if missing
+    bandwidth_by_nodes         nodes of a group, share of the bandwidth between nodes that its
+                               collectives keep; 1 if missing
     collective_start_s         s that a collective takes to start
     hop_within_s, hop_between_s          s of one step of a collective, within or between nodes
     message_within_s, message_between_s  s from sending to arrival of an empty message
@@ -55,8 +66,8 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce", "all_to_all")
 
 SCALARS = (
     "kernel_s update_gb_per_s layer_overhead_s layer_forward_overhead_s layer_backward_overhead_s "
-    "instruction_overhead_s step_overhead_s collective_start_s hop_within_s hop_between_s "
-    "message_within_s message_between_s"
+    "instruction_overhead_s step_overhead_s launch_s collective_start_s hop_within_s hop_between_s "
+    "message_within_s message_between_s speed_beside_messages device_variation run_variation"
 ).split()
 
 COLUMNS: dict[str, int] = {
@@ -74,6 +85,7 @@ COLUMNS: dict[str, int] = {
         (f"memory.{w}" for w in ("copy", "norm", "activation", "residual", "loss", "embedding")), 2
     ),
     **dict.fromkeys((f"collectives.{kind}" for kind in KINDS), 5),
+    "bandwidth_by_nodes": 2,
     "messages": 3,
 }
 """Names of all figures, each with the number of columns of its points."""
@@ -82,10 +94,20 @@ Points = tuple[tuple[float, ...], ...]
 
 
 def is_time(name: str) -> bool:
-    """Return whether a figure is in seconds; otherwise it is a rate."""
+    """Return whether a figure is in seconds."""
     return (name.endswith("_s") and not name.endswith("_per_s")) or name.startswith(
         ("messages", "collectives.")
     )
+
+
+def is_rate(name: str) -> bool:
+    """Return whether a figure is a device's rate, which is about proportional to its peak."""
+    return name.startswith(("products.", "attention.", "memory.")) or name.endswith("_per_s")
+
+
+def is_cost(name: str) -> bool:
+    """Return whether steps are longer the larger the figure is; otherwise they are shorter."""
+    return is_time(name) or name.endswith("_variation")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron.planner.cluster import Cluster
-from megatron.planner.compute import is_time
+from megatron.planner.compute import is_cost
 
 LINK_RANGE = (0.8, 1.25)
 LINKS = "bandwidth of links"
@@ -62,7 +62,7 @@ def spread(value: Callable[[Cluster], float], cluster: Cluster, dtype: str) -> S
         if not other and (figure.low, figure.high) != (1.0, 1.0):
             ends[name] = (
                 figure.basis,
-                (figure.high, figure.low) if is_time(name) else (figure.low, figure.high),
+                (figure.high, figure.low) if is_cost(name) else (figure.low, figure.high),
             )
 
     def moved(factors: Mapping[str, float]) -> float:

@@ -33,6 +33,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from statistics import NormalDist
 
 import numpy as np
 
@@ -51,11 +52,13 @@ _NEAR = math.log(1.5) ** 2
 class DeviceRates(FigureReader):
     """Times of computations on one device, in the dtype 'float16', 'bfloat16' or 'float32'.
 
+    graphs  whether passes are recorded as graphs, which the host starts in one call
+
     Raises ConfigError if the machine's file has no peak for the dtype, and lacks one of its figures
     for matrix products and attention.
     """
 
-    def __init__(self, cluster: Cluster, dtype: str) -> None:
+    def __init__(self, cluster: Cluster, dtype: str, *, graphs: bool = False) -> None:
         super().__init__(cluster.figures)
         self._dtype = dtype
         attention = f"attention.{dtype}"
@@ -72,8 +75,21 @@ class DeviceRates(FigureReader):
         self.layer_backward_overhead_s = self._optional("layer_backward_overhead_s", each)
         self.instruction_overhead_s = self._optional("instruction_overhead_s", 0.0)
         self.step_overhead_s = self.take("step_overhead_s").value
+        self.launch_s = 0.0 if graphs else self._optional("launch_s", 0.0)
+        self.speed_beside_messages = min(1.0, self._optional("speed_beside_messages", 1.0))
         self._kernel_s = self.take("kernel_s").value
         self._product_times_law = _product_times(self.take(f"products.{dtype}"), self._peak)
+
+    def slowdown_of_slowest(self, devices: int) -> float:
+        """Return the expected share by which the slowest of these devices is slower than the mean.
+
+        Speeds are taken as normally distributed, with the expected extreme by Blom's approximation
+        (Statistical Estimates and Transformed Beta-Variables, 1958).
+        """
+        if devices == 1:
+            return 0.0
+        variation = self._optional("device_variation", 0.0)
+        return variation * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
     def _optional(self, name: str, default: float) -> float:
         return self.take(name).value if name in self.figures else default
@@ -104,9 +120,9 @@ class DeviceRates(FigureReader):
 
 
 @functools.lru_cache(maxsize=64)
-def rates_of(cluster: Cluster, dtype_name: str) -> DeviceRates:
+def rates_of(cluster: Cluster, dtype_name: str, *, graphs: bool = False) -> DeviceRates:
     """Return the rates for a machine and dtype, always as the same object, a key of caches."""
-    return DeviceRates(cluster, dtype_name)
+    return DeviceRates(cluster, dtype_name, graphs=graphs)
 
 
 @functools.lru_cache(maxsize=1 << 16)

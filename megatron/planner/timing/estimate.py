@@ -70,6 +70,7 @@ COMPONENTS = (
     "data-parallel",
     "optimizer",
     "host",
+    "stragglers",
 )
 """forward, backward    computations of the passes
 recompute            recomputation within backward passes
@@ -78,7 +79,12 @@ bubble               neither computing nor waiting for a message in flight
 pipeline messages    waiting for messages between stages whose content has been computed
 data-parallel        messages of gradients and weights that no pass hides, and the tied embedding
 optimizer            the update
-host                 host overhead of layers' passes, of instructions and of the step"""
+host                 host overhead of layers' passes, of instructions and of the step
+stragglers           waiting for the device that is expected to be the slowest"""
+
+
+_OF_DEVICES = "forward", "backward", "recompute", "bubble", "optimizer"
+"""Components that grow with the time that the slowest device takes for its computations."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -162,7 +168,9 @@ class Estimate:
     @functools.cached_property
     def confidence(self) -> Confidence:
         """Figures that this estimate uses."""
-        rates = DeviceRates(self.cluster, self.config.precision.dtype_name)
+        graphs = self.config.kernels.cuda_graph_impl is not None
+        rates = DeviceRates(self.cluster, self.config.precision.dtype_name, graphs=graphs)
+        rates.slowdown_of_slowest(self.devices)
         device = self.cluster.device_type
         for stage in set(stages_of(self.config)):
             stage_seconds(trace(self.config, device), stage, rates, None)
@@ -191,7 +199,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     check_clock()
     placement = placement or choose_placement(config, cluster)
     config = over_nodes(config, placement.layout)
-    rates = rates_of(cluster, config.precision.dtype_name)
+    rates = _rates(config, cluster)
     channels = Channels(config, cluster, placement)
     traced = trace(config, cluster.device_type)
     stages = stages_of(config)
@@ -218,6 +226,8 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     update = optimizer_seconds(config, cluster, rates)
     breakdown["optimizer"] = crowd * (update + full_matrix_seconds(config, cluster, channels))
     breakdown["host"] += rates.step_overhead_s
+    of_devices = sum(breakdown[name] for name in _OF_DEVICES)
+    breakdown["stragglers"] = rates.slowdown_of_slowest(config.parallel.world_size) * of_devices
     return Estimate(
         config,
         cluster,
@@ -227,6 +237,11 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
         run,
         seconds,
     )
+
+
+def _rates(config: Config, cluster: Cluster) -> DeviceRates:
+    graphs = config.kernels.cuda_graph_impl is not None
+    return rates_of(cluster, config.precision.dtype_name, graphs=graphs)
 
 
 class DispatchChoice(NamedTuple):
@@ -611,7 +626,7 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
     without rates.
     """
     config = over_nodes(config, channels.placement.layout)
-    rates = rates_of(cluster, config.precision.dtype_name)
+    rates = _rates(config, cluster)
     traced = trace(config, cluster.device_type)
     hides = cluster.device_type != "cpu"
     stages = stages_of(config)
@@ -634,9 +649,10 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
         passes = max(passes + 2 * (size - 1) * (occupies + latency), on_link)
     after = _exchanged(config, traced, channels, seconds, hides)
     after += max(each[stage][1] for stage in stages[:size])
-    after += optimizer_seconds(config, cluster, rates)
-    after += full_matrix_seconds(config, cluster, channels)
-    return passes + crowd * after + rates.step_overhead_s
+    update = optimizer_seconds(config, cluster, rates)
+    after += update + full_matrix_seconds(config, cluster, channels)
+    slowest = rates.slowdown_of_slowest(config.parallel.world_size)
+    return passes + crowd * after + rates.step_overhead_s + slowest * (passes + crowd * update)
 
 
 _Seconds = tuple[float, float, float]

@@ -1,7 +1,9 @@
 """Time of a stage's passes for one micro-batch.
 
 Each pass is simulated with one clock for the device's computations and one for each group's
-messages.
+messages. While messages are in flight, computations are slower (speed_beside_messages): both use
+the device's memory, and the kernels of messages occupy some of its compute units. The host starts
+the kernels of a pass one after another: if this takes longer than the kernels, the device waits.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import NamedTuple
 
 from megatron.config import Config
 from megatron.engine.zero_plan import BucketInstruction, BucketOp, ZeroPlan
+from megatron.kernels.cost import Memory
 from megatron.planner.cluster import Cluster
 from megatron.planner.events import (
     Alloc,
@@ -46,8 +49,8 @@ class PassSeconds(NamedTuple):
 
     compute    computation, without recomputation
     recompute  recomputation
-    waited     waits for messages of the layers
-    shared     waits for ZeRO's messages
+    waited     waits for messages of the layers, and the time by which these slow computations down
+    shared     the same for ZeRO's messages
     """
 
     compute: float
@@ -67,12 +70,14 @@ class _Timed(NamedTuple):
     compute   seconds of computations, without recomputation
     recompute seconds of recomputation
     complete  (index of a parameter, share of the pass after which its gradient is complete)
+    kernels   number of kernels
     """
 
     steps: tuple[float | Post | Wait, ...]
     compute: float
     recompute: float
     complete: tuple[tuple[int, float], ...]
+    kernels: int
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -81,6 +86,7 @@ def _timed(of: Pass, rates: DeviceRates) -> _Timed:
     sums = {False: 0.0, True: 0.0}
     complete = list[tuple[int, float]]()
     since = 0.0
+    kernels = 0
     for step in of.steps:
         if isinstance(step, Post | Wait):
             steps += [since, step]
@@ -88,12 +94,23 @@ def _timed(of: Pass, rates: DeviceRates) -> _Timed:
         elif isinstance(step, Sum):
             complete += [(step.parameter, sum(sums.values()))] * step.complete
         elif not isinstance(step, Alloc | Free):
-            seconds = seconds_of(step.operation if isinstance(step, Recomputed) else step, rates)
+            operation = step.operation if isinstance(step, Recomputed) else step
+            seconds = seconds_of(operation, rates)
+            kernels += operation.kernels if isinstance(operation, Memory) else 1
             sums[isinstance(step, Recomputed)] += seconds
             since += seconds
     total = sum(sums.values())
     shares = ((parameter, at / total if total else 1.0) for parameter, at in complete)
-    return _Timed((*steps, since), sums[False], sums[True], tuple(shares))
+    return _Timed((*steps, since), sums[False], sums[True], tuple(shares), kernels)
+
+
+def _slowed_by(seconds: float, messages_s: float, speed: float) -> float:
+    """Return the seconds by which messages slow down computations of `seconds`.
+
+    messages_s  seconds for which messages are in flight, from the start of the computations
+    speed       share of their speed that computations keep beside messages
+    """
+    return (1.0 - speed) * min(seconds / speed, max(0.0, messages_s))
 
 
 def pass_seconds(
@@ -104,7 +121,7 @@ def pass_seconds(
     message_s  seconds of a message; None: messages take no time
     hides      whether messages overlap with computation; otherwise each blocks until it arrives
     """
-    timed, compute, recompute, _ = _timed(of, rates)
+    timed, compute, recompute, _, _ = _timed(of, rates)
     if message_s is None:
         return PassSeconds(compute, recompute, 0.0)
     clock = waited = 0.0
@@ -112,7 +129,10 @@ def pass_seconds(
     free: dict[str, float] = {}  # the links of each group
     for step in timed:
         if isinstance(step, float):
-            clock += step
+            in_flight = max(free.values(), default=0.0) - clock
+            slowed = _slowed_by(step, in_flight, rates.speed_beside_messages)
+            waited += slowed
+            clock += step + slowed
             continue
         if isinstance(step, Post):
             group = step.message.group
@@ -138,7 +158,7 @@ class StageSeconds:
     forward: PassSeconds
     backward: PassSeconds
     weight: PassSeconds
-    overhead: tuple[float, float, float]
+    overhead: tuple[float, ...]
     first: float = 0.0
     last: float = 0.0
 
@@ -169,8 +189,11 @@ def stage_seconds(
     plan  ZeRO's plan, with this stage as number 0, if passes send its messages
     """
     passes = {}
+    launches = dict[str, float]()
     of_pass = dict[Pass, TimedPass]()
     for name, runs in stage_passes(trace, stage).items():
+        kernels = sum(run.times * _timed(run.of, rates).kernels for run in runs)
+        launches[name] = rates.launch_s * kernels
         timed_runs = [(run, pass_seconds(run.of, rates, message_s, hides=hides)) for run in runs]
         of_pass |= {
             run.of: TimedPass(one.total, _timed(run.of, rates).complete) for run, one in timed_runs
@@ -184,7 +207,9 @@ def stage_seconds(
     first = last = 0.0
     if plan is not None and message_s is not None:
         steps = zero_steps(trace, stage, plan)
-        by_pass, first, last = zero_waits(steps, of_pass, message_s, hides)
+        by_pass, first, last = zero_waits(
+            steps, of_pass, message_s, hides, rates.speed_beside_messages
+        )
         for name, shared in by_pass.items():
             passes[name] = passes[name]._replace(shared=shared)
     recomputed = sum(stage.recomputed)
@@ -192,7 +217,12 @@ def stage_seconds(
     ahead = rates.layer_forward_overhead_s
     back = rates.layer_backward_overhead_s
     backward = each + back * stage.layers + ahead * recomputed
-    overhead = each + ahead * stage.layers, backward, each if stage.split else 0.0
+    overheads = each + ahead * stage.layers, backward, each if stage.split else 0.0
+    # the host starts kernels while the device computes
+    overhead = tuple(
+        max(seconds, launches[name] - timed.total)
+        for seconds, (name, timed) in zip(overheads, passes.items(), strict=True)
+    )
     return StageSeconds(
         passes["forward"], passes["backward"], passes["weight"], overhead, first, last
     )
@@ -230,10 +260,12 @@ def zero_waits(
     passes: Mapping[Pass, TimedPass],
     message_s: MessageSeconds,
     hides: bool,
+    speed: float = 1.0,
 ) -> ZeroWaits:
     """Simulate ZeRO's messages in two micro-batches; the second represents most others.
 
     hides  whether messages overlap with computation; otherwise each blocks until it arrives
+    speed  share of its speed that a computation keeps beside messages
 
     Messages in the same group follow one another.
     """
@@ -269,7 +301,10 @@ def zero_waits(
                 send(instruction, messages)
             computed = 0.0
             for share, sends in _sums(step, timed):
-                clock += timed.seconds * (share - computed)
+                seconds = timed.seconds * (share - computed)
+                slowed = _slowed_by(seconds, max(free.values(), default=0.0) - clock, speed)
+                waited += slowed
+                clock += seconds + slowed
                 computed = share
                 for instruction, messages in sends:
                     if instruction.op is BucketOp.REDUCE:
