@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class PublishedRun:
     spread     standard deviation over runs, as a share, if published
     memory_gib peak memory of a device, if published; memory_kind: as "allocated" or "reserved" by
                torch, or as "smi" shows it
+    node_gbit  Gb/s of a node's network cards together, if they differ from the machine's
     known      whether its prediction was known before the rule for the halves was fixed
     """
 
@@ -82,6 +83,7 @@ class PublishedRun:
     spread: float | None = None
     memory_gib: float | None = None
     memory_kind: str = ""
+    node_gbit: float | None = None
     known: bool = False
 
     @property
@@ -106,7 +108,17 @@ class PublishedRun:
 
     @functools.cached_property
     def cluster(self) -> Cluster:
-        return load_cluster(self.machine)
+        """Return the machine, with this run's attention and network."""
+        of_rows = _ROWS / "machines" / f"{self.machine}.toml"
+        cluster = load_cluster(of_rows if of_rows.exists() else self.machine)
+        if self.node_gbit:
+            cluster = _with_network(cluster, self.node_gbit / 8)
+        kernel = f"attention_{self.attention}."
+        return cluster.with_figures(
+            replace(figure, name=name.replace(kernel, "attention."))
+            for name, figure in cluster.compute.items()
+            if name.startswith(kernel)
+        )
 
     @functools.cached_property
     def seconds(self) -> float:
@@ -139,6 +151,19 @@ class PublishedRun:
         parameters = self.parameters or sizes.parameters(active=True)
         scores = 12 * model.num_layers * model.hidden_size * model.seq_length
         return tokens * (6 * parameters + scores * (self.flops == "palm"))
+
+
+def _with_network(cluster: Cluster, gb_per_s: float) -> Cluster:
+    """Return the machine with network cards of this many GB/s for a node."""
+    factor = gb_per_s / (len(cluster.nics) * cluster.nic_gb_per_s)
+    return replace(
+        cluster,
+        nic_gb_per_s=factor * cluster.nic_gb_per_s,
+        collective_gb_per_s={
+            (stride, size): rate * (1 if size else factor)
+            for (stride, size), rate in cluster.collective_gb_per_s.items()
+        },
+    )
 
 
 def _runs(path: Path) -> list[PublishedRun]:

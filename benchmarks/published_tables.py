@@ -1,4 +1,4 @@
-"""Tables of predictions and published results: Frontier (Dash et al.), DGX H100, MI250X (others).
+"""Tables of predictions and published results: of Dash et al. on Frontier, and of other codes.
 
 The time model predicts this code on the published layout. No figure of a machine's file is fitted
 to these results; the bounds of each value follow from the ranges of its figures (`error_bars.py`).
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from benchmarks.published_runs import MI250X_RUNS, PLAIN_ORDER, RUNS, XMOE_RUNS, PublishedRun
+from benchmarks.published_runs import PLAIN_ORDER, RUNS, PublishedRun
 from megatron.config import Config, ParallelConfig
 from megatron.config.command_line import parse_plan
 from megatron.model.formulas import paper_flops
@@ -170,30 +173,170 @@ def _strong(model: Published, gcds: int, efficiency: float) -> Iterator[Comparis
 # -- others' codes ---------------------------------------------------------------------------------
 
 
-def h100_comparisons() -> list[Comparison]:
-    """Return the steps of published runs on DGX H100 nodes."""
-    return [_of_run(run, "GPUs", "s") for run in RUNS]
+@dataclass(frozen=True)
+class PredictedRun:
+    """Published run with the predicted seconds of its step."""
+
+    run: PublishedRun
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over published seconds."""
+        return self.seconds / self.run.seconds
+
+    @property
+    def error(self) -> float:
+        """Error of the predicted seconds, as a share of the published ones."""
+        return abs(self.ratio - 1)
 
 
-def mi250x_comparisons() -> list[Comparison]:
-    """Return the throughput of published runs on MI250X nodes."""
-    comparisons = []
-    for run in MI250X_RUNS:
-        config = parse_plan(run.argv())
-        tokens = config.batch.global_batch_size * config.model.seq_length / run.devices
-        comparisons.append(_of_run(run, "GCDs", "tokens/s per GCD", tokens / run.seconds))
-    return comparisons
+def predicted_run(run: PublishedRun) -> PredictedRun:
+    return PredictedRun(run, estimate(run.config, run.cluster).seconds)
 
 
-def xmoe_comparisons() -> list[Comparison]:
-    """Return the throughput of models of experts on Frontier."""
-    return [_of_run(run, "GCDs", "TFLOP/s per GCD", tflops) for run, tflops in XMOE_RUNS]
+def kind_of_layout(config: Config) -> str:
+    """Return the part of a layout that matters most for its time."""
+    parallel = config.parallel
+    if config.model.num_experts:
+        return "experts"
+    if parallel.context_parallel_size > 1:
+        return "context"
+    if parallel.pipeline_model_parallel_size > 1:
+        return "pipeline"
+    if config.engine.zero_stage > 1:
+        return "ZeRO 2 and 3"
+    return "tensor" if parallel.tensor_model_parallel_size > 1 else "data"
+
+
+def layout_words(config: Config) -> str:
+    """Describe a layout in a few words, such as "TP 8 x PP 4, ZeRO 1, mbs 1"."""
+    parallel = config.parallel
+    sizes = {
+        "TP": parallel.tensor_model_parallel_size,
+        "PP": parallel.pipeline_model_parallel_size,
+        "CP": parallel.context_parallel_size,
+    }
+    words = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    parts = [words] if words else []
+    parts.append(f"ZeRO {config.engine.zero_stage}")
+    recompute = config.recompute.recompute_granularity
+    parts += [f"{recompute} recompute"] if recompute else []
+    experts = _experts(parallel).removeprefix(", ")
+    return ", ".join([*parts, f"mbs {config.batch.micro_batch_size}", *filter(None, [experts])])
+
+
+class ErrorSummary(NamedTuple):
+    """Errors of several predictions: their number, the median, the ninth of ten, and the worst."""
+
+    count: int
+    median: float
+    ninth: float
+    worst: float
+
+    @property
+    def words(self) -> tuple[str, str, str, str]:
+        """Return the count and the errors in per cent."""
+        errors = self.median, self.ninth, self.worst
+        return (str(self.count), *(f"{100 * error:.1f} %" for error in errors))
+
+
+def error_summary(runs: Iterable[PredictedRun]) -> ErrorSummary:
+    errors = sorted(run.error for run in runs)
+    ninth = errors[math.ceil(0.9 * len(errors)) - 1]
+    return ErrorSummary(len(errors), statistics.median(errors), ninth, errors[-1])
+
+
+def run_table(title: str, runs: Iterable[PredictedRun]) -> Table:
+    """Tabulate published and predicted seconds, sorted by kind of layout."""
+    lines = sorted(
+        (
+            kind_of_layout(one.run.config),
+            one.run.name,
+            layout_words(one.run.config),
+            f"{one.run.seconds:.4g} s",
+            f"{one.seconds:.4g} s",
+            f"{one.ratio:.2f}",
+        )
+        for one in runs
+    )
+    heads = ("kind", "run", "layout", "published", "predicted", "predicted / published")
+    return Table(title, heads, lines)
+
+
+def summary_table(title: str, runs: Sequence[PredictedRun], *, by_kind: bool) -> Table:
+    """Summarize the errors of predictions by machine and, if asked, by kind of layout."""
+    groups: dict[tuple[str, ...], list[PredictedRun]] = {}
+    for one in runs:
+        kind = (kind_of_layout(one.run.config),) * by_kind
+        groups.setdefault((one.run.machine, *kind), []).append(one)
+    lines = [(*group, *error_summary(each).words) for group, each in sorted(groups.items())]
+    every = ("all", *("all",) * by_kind, *error_summary(runs).words)
+    heads = ("machine", *("kind",) * by_kind, "runs", "median error", "nine of ten within", "worst")
+    return Table(title, heads, [*lines, every])
+
+
+class Orders(NamedTuple):
+    """Pairs of layouts of one source on the same devices: number, and those in the wrong order."""
+
+    pairs: int
+    wrong: tuple[tuple[str, str, float, float], ...]
+
+
+def orders(runs: Iterable[PredictedRun], spread: float) -> Orders:
+    """Compare the order of speeds within each source, model, machine and number of devices.
+
+    Only pairs are counted whose published speeds per token differ by more than `spread`, a share;
+    a pair is wrong if the predicted speeds differ by more than this the other way.
+    """
+    groups: dict[tuple[object, ...], list[PredictedRun]] = {}
+    for one in runs:
+        model = one.run.config.model
+        sizes = model.num_layers, model.hidden_size, model.seq_length
+        groups.setdefault((one.run.source, one.run.machine, *sizes), []).append(one)
+    wrong = []
+    pairs = 0
+    for group in groups.values():
+        for a, b in itertools.combinations(group, 2):
+            published = _device_seconds(a, a.run.seconds) / _device_seconds(b, b.run.seconds)
+            predicted = _device_seconds(a, a.seconds) / _device_seconds(b, b.seconds)
+            least = max(spread, a.run.spread or 0.0, b.run.spread or 0.0)
+            if abs(math.log(published)) <= math.log1p(least):
+                continue
+            pairs += 1
+            if math.log(published) * math.log(predicted) < 0 and abs(
+                math.log(predicted)
+            ) > math.log1p(least):
+                wrong.append((a.run.name, b.run.name, published, predicted))
+    return Orders(pairs, tuple(wrong))
+
+
+def order_table(title: str, runs: Sequence[PredictedRun], spread: float) -> Table:
+    """Tabulate by source how many pairs of its runs are predicted in the right order."""
+    lines = []
+    for source in sorted({one.run.source for one in runs}):
+        compared = orders([one for one in runs if one.run.source == source], spread)
+        if compared.pairs:
+            right = compared.pairs - len(compared.wrong)
+            lines.append((source, str(compared.pairs), f"{100 * right / compared.pairs:.0f} %"))
+    return Table(title, ("source", "pairs", "in the right order"), lines)
+
+
+def _device_seconds(one: PredictedRun, seconds: float) -> float:
+    """Return the seconds of a device for a token."""
+    tokens = one.run.config.batch.global_batch_size * one.run.config.model.seq_length
+    return seconds * one.run.devices / tokens
 
 
 def dispatch_table(cluster: Cluster) -> Table:
     """Tabulate steps with tokens sent over nodes and directly to ranks, and which is chosen."""
     runs = [
-        (run.name, run.argv()) for run, _ in XMOE_RUNS if run.devices > cluster.devices_per_node
+        (run.name, run.argv())
+        for run in RUNS
+        if run.machine == cluster.name
+        and run.config.model.num_experts
+        and run.known
+        and run.devices > cluster.devices_per_node
     ]
     runs.append(("preset moe-55b", ["--preset", "moe-55b", "--world-size", "256"]))
     rows = []
@@ -224,28 +367,6 @@ def _experts(parallel: ParallelConfig) -> str:
     experts = parallel.expert_model_parallel_size
     each = f", ETP {parallel.expert_tensor_parallel_size}" if parallel.folded else ""
     return f", EP {experts}{each}" if experts > 1 else each
-
-
-def _of_run(run: PublishedRun, devices: str, unit: str, rate: float | None = None) -> Comparison:
-    """Return the comparison of a step's seconds or, if given, of a rate in `unit`."""
-    config = parse_plan(run.argv())
-    parallel = config.parallel
-    tensor = parallel.tensor_model_parallel_size
-    pipeline = parallel.pipeline_model_parallel_size
-
-    def value(times: Sequence[float]) -> float:
-        return times[0] if rate is None else rate * run.seconds / times[0]
-
-    return Comparison(
-        run.name,
-        f"TP {tensor} x PP {pipeline}{_experts(parallel)}, {run.devices:,} {devices}",
-        run.seconds if rate is None else rate,
-        unit,
-        (tuple(run.argv()),),
-        value,
-        config.precision.dtype_name,
-        run.unlike,
-    )
 
 
 # -- what follows from the published results by arithmetic alone, without assumed figures ----------

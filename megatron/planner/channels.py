@@ -138,9 +138,11 @@ class Channels(FigureReader):
         within = self.take("hop_within_s").value
         between = self.take("hop_between_s").value if group.nodes > 1 else 0.0
         of_node = math.ceil(group.ranks / group.nodes)
-        chain = (group.ranks - group.nodes) * within + (group.nodes - 1) * between
+        ring = "ring_hop_between_s"
+        ring_between = self.take(ring).value if between and ring in self.figures else between
+        chain = (group.ranks - group.nodes) * within + (group.nodes - 1) * ring_between
         if kind == "ring":
-            latency = between or within
+            latency = ring_between or within
         elif kind == "all_to_all":
             near = math.ceil((of_node - 1) / _AT_ONCE)
             latency = near * within + math.ceil((group.ranks - of_node) / _AT_ONCE) * between

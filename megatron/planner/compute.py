@@ -14,6 +14,9 @@ Names of figures, columns, units:
     attention.DTYPE.forward    sequence length, head size, TFLOP/s of causal attention, counting
                                half of all pairs
     attention.DTYPE.backward   the same, counting 2.5 times the operations of the forward pass
+    attention_cudnn.DTYPE.forward, attention_cudnn.DTYPE.backward, and attention_flash3...
+                               the same by cuDNN and by FlashAttention-3, for comparisons with runs
+                               that used them; this code's attention is assumed to be the other one
     memory.WORK                bytes that a kernel reads and writes, GB/s; or only GB/s. WORK is
                                copy, norm, activation, residual, loss or embedding; copy stands in
                                for a missing figure
@@ -25,19 +28,19 @@ Names of figures, columns, units:
     instruction_overhead_s     s of host time per instruction of the pipeline's schedule; 0 if
                                missing
     step_overhead_s            s of host time per step
-    launch_s                   s of host time to start a kernel; 0 if missing. Passes take at least
-                               this long for each of their kernels, unless they are recorded as
-                               graphs
+    launch_s                   s of host time to start a kernel. Passes take at least this long for
+                               each of their kernels, unless they are recorded as graphs
     speed_beside_messages      share of its speed that a computation keeps while its device sends
-                               and receives; 1 if missing
+                               and receives
     device_variation           standard deviation of the sustained speed of a machine's devices, as
-                               a share of their mean; 0 if missing. A step waits for the slowest
-    run_variation              standard deviation of the times of steps of identical runs, as a
-                               share of their mean; 0 if missing
+                               a share of their mean. A step waits for the slowest device
+    run_variation              standard deviation of the step times of identical runs, as a share
     bandwidth_by_nodes         nodes of a group, share of the bandwidth between nodes that its
                                collectives keep; 1 if missing
     collective_start_s         s that a collective takes to start
     hop_within_s, hop_between_s          s of one step of a collective, within or between nodes
+    ring_hop_between_s         s of one step between nodes of a ring whose ranks send many bytes;
+                               hop_between_s if missing
     message_within_s, message_between_s  s from sending to arrival of an empty message
     collectives.KIND           ranks from one member to the next, members, nodes, bytes of the whole
                                tensor, s. KIND is all_reduce, all_gather, reduce_scatter, reduce
@@ -64,17 +67,20 @@ BASES = (MEASURED, PUBLISHED, ASSUMED)
 DTYPES = ("float32", "float16", "bfloat16")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce", "all_to_all")
 
+ATTENTIONS = ("attention", "attention_cudnn", "attention_flash3")
+
 SCALARS = (
     "kernel_s update_gb_per_s layer_overhead_s layer_forward_overhead_s layer_backward_overhead_s "
     "instruction_overhead_s step_overhead_s launch_s collective_start_s hop_within_s hop_between_s "
-    "message_within_s message_between_s speed_beside_messages device_variation run_variation"
+    "ring_hop_between_s message_within_s message_between_s speed_beside_messages device_variation run_variation"
 ).split()
 
 COLUMNS: dict[str, int] = {
     **dict.fromkeys((f"products.{dtype}" for dtype in DTYPES), 4),
     **dict.fromkeys(
         (
-            f"attention.{dtype}.{direction}"
+            f"{attention}.{dtype}.{direction}"
+            for attention in ATTENTIONS
             for dtype in DTYPES
             for direction in ("forward", "backward")
         ),
@@ -102,7 +108,7 @@ def is_time(name: str) -> bool:
 
 def is_rate(name: str) -> bool:
     """Return whether a figure is a device's rate, which is about proportional to its peak."""
-    return name.startswith(("products.", "attention.", "memory.")) or name.endswith("_per_s")
+    return name.startswith(("products.", "attention", "memory.")) or name.endswith("_per_s")
 
 
 def is_cost(name: str) -> bool:

@@ -45,6 +45,10 @@ from megatron.planner.compute import Figure, FigureReader
 BACKWARD_OPERATIONS = 2.5
 """Operations of attention's backward pass, which recomputes the scores, per forward operation."""
 
+_SLOWEST = 0.08
+"""Most by which the slowest device of a job is slower than the mean: checks before a job leave out
+those that are a tenth slower (MegaScale, arXiv 2402.15627, section 6.3)."""
+
 _NEAR = math.log(1.5) ** 2
 """Squared distance of logarithms at which half of a point's deviation is added back."""
 
@@ -75,8 +79,11 @@ class DeviceRates(FigureReader):
         self.layer_backward_overhead_s = self._optional("layer_backward_overhead_s", each)
         self.instruction_overhead_s = self._optional("instruction_overhead_s", 0.0)
         self.step_overhead_s = self.take("step_overhead_s").value
-        self.launch_s = 0.0 if graphs else self._optional("launch_s", 0.0)
-        self.speed_beside_messages = min(1.0, self._optional("speed_beside_messages", 1.0))
+        self._alone = cluster.device_type == "cpu"
+        self.launch_s = 0.0 if graphs or self._alone else self.take("launch_s").value
+        self.speed_beside_messages = 1.0
+        if not self._alone:
+            self.speed_beside_messages = min(1.0, self.take("speed_beside_messages").value)
         self._kernel_s = self.take("kernel_s").value
         self._product_times_law = _product_times(self.take(f"products.{dtype}"), self._peak)
 
@@ -86,10 +93,11 @@ class DeviceRates(FigureReader):
         Speeds are taken as normally distributed, with the expected extreme by Blom's approximation
         (Statistical Estimates and Transformed Beta-Variables, 1958).
         """
-        if devices == 1:
+        if devices == 1 or self._alone:
             return 0.0
-        variation = self._optional("device_variation", 0.0)
-        return variation * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+        variation = self.take("device_variation").value
+        expected = variation * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+        return min(_SLOWEST, expected)
 
     def _optional(self, name: str, default: float) -> float:
         return self.take(name).value if name in self.figures else default
