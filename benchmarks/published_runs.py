@@ -26,16 +26,17 @@ _ROWS = Path(__file__).with_name("published_rows")
 PLAIN_ORDER = "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
 
 KERNELS = {
-    "apex": "",
+    "apex": "--no-cross-entropy-loss-fusion --no-rope-fusion",
     "te": "",
-    "compiled": "--no-gradient-accumulation-fusion",
+    "megatron": "--no-cross-entropy-loss-fusion",
+    "compiled": "--no-cross-entropy-loss-fusion --no-gradient-accumulation-fusion",
     "eager": (
         "--no-persist-layer-norm --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion "
         "--no-cross-entropy-loss-fusion --no-gradient-accumulation-fusion"
     ),
 }
-"""Flags for kernels that are fused by apex, Megatron or Transformer Engine, compiled by
-torch.compile, or torch's own."""
+"""Flags for kernels that are fused by apex and Megatron-LM; all fused, as with Transformer Engine;
+those of Megatron-LM's default with it; compiled by torch.compile; or torch's own."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class PublishedRun:
     memory_gib peak memory of a device, if published; memory_kind: as "allocated" or "reserved" by
                torch, or as "smi" shows it
     node_gbit  Gb/s of a node's network cards together, if they differ from the machine's
+    irregular  why the speed says little about the layout: it is left out of summaries of errors
     known      whether its prediction was known before the rule for the halves was fixed
     """
 
@@ -84,6 +86,7 @@ class PublishedRun:
     memory_gib: float | None = None
     memory_kind: str = ""
     node_gbit: float | None = None
+    irregular: str = ""
     known: bool = False
 
     @property
@@ -113,11 +116,12 @@ class PublishedRun:
         cluster = load_cluster(of_rows if of_rows.exists() else self.machine)
         if self.node_gbit:
             cluster = _with_network(cluster, self.node_gbit / 8)
-        kernel = f"attention_{self.attention}."
+        prefix = f"attention_{self.attention}."
+        name = f"attention.{self.config.precision.dtype_name}."
         return cluster.with_figures(
-            replace(figure, name=name.replace(kernel, "attention."))
-            for name, figure in cluster.compute.items()
-            if name.startswith(kernel)
+            replace(figure, name=figure.name.replace(prefix, name))
+            for figure in cluster.compute.values()
+            if figure.name.startswith(prefix)
         )
 
     @functools.cached_property

@@ -14,9 +14,9 @@ Names of figures, columns, units:
     attention.DTYPE.forward    sequence length, head size, TFLOP/s of causal attention, counting
                                half of all pairs
     attention.DTYPE.backward   the same, counting 2.5 times the operations of the forward pass
-    attention_cudnn.DTYPE.forward, attention_cudnn.DTYPE.backward, and attention_flash3...
-                               the same by cuDNN and by FlashAttention-3, for comparisons with runs
-                               that used them; this code's attention is assumed to be the other one
+    attention_KERNEL.forward, attention_KERNEL.backward
+                               the same in 16 bits by other kernels (cudnn, flash1, flash3, triton),
+                               for comparisons with runs that used them
     memory.WORK                bytes that a kernel reads and writes, GB/s; or only GB/s. WORK is
                                copy, norm, activation, residual, loss or embedding; copy stands in
                                for a missing figure
@@ -34,6 +34,7 @@ Names of figures, columns, units:
                                and receives
     device_variation           standard deviation of the sustained speed of a machine's devices, as
                                a share of their mean. A step waits for the slowest device
+    pass_variation             standard deviation of the time of a device's passes for a micro-batch
     run_variation              standard deviation of the step times of identical runs, as a share
     bandwidth_by_nodes         nodes of a group, share of the bandwidth between nodes that its
                                collectives keep; 1 if missing
@@ -67,21 +68,22 @@ BASES = (MEASURED, PUBLISHED, ASSUMED)
 DTYPES = ("float32", "float16", "bfloat16")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce", "all_to_all")
 
-ATTENTIONS = ("attention", "attention_cudnn", "attention_flash3")
+ATTENTIONS = ("cudnn", "flash1", "flash3", "triton")
+"""Other kernels for attention than this code's."""
 
 SCALARS = (
     "kernel_s update_gb_per_s layer_overhead_s layer_forward_overhead_s layer_backward_overhead_s "
     "instruction_overhead_s step_overhead_s launch_s collective_start_s hop_within_s hop_between_s "
-    "ring_hop_between_s message_within_s message_between_s speed_beside_messages device_variation run_variation"
+    "ring_hop_between_s message_within_s message_between_s speed_beside_messages device_variation pass_variation "
+    "run_variation"
 ).split()
 
 COLUMNS: dict[str, int] = {
     **dict.fromkeys((f"products.{dtype}" for dtype in DTYPES), 4),
     **dict.fromkeys(
         (
-            f"{attention}.{dtype}.{direction}"
-            for attention in ATTENTIONS
-            for dtype in DTYPES
+            f"attention{kind}.{direction}"
+            for kind in (*(f".{dtype}" for dtype in DTYPES), *(f"_{name}" for name in ATTENTIONS))
             for direction in ("forward", "backward")
         ),
         3,

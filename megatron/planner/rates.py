@@ -85,26 +85,33 @@ class DeviceRates(FigureReader):
         if not self._alone:
             self.speed_beside_messages = min(1.0, self.take("speed_beside_messages").value)
         self._kernel_s = self.take("kernel_s").value
-        self._product_times_law = _product_times(self.take(f"products.{dtype}"), self._peak)
+        products = self.take(f"products.{dtype}")
+        self._product_times_law = _product_times(products, self._peak, self._kernel_s)
+        self._bytes = 4 if dtype == "float32" else 2
 
-    def slowdown_of_slowest(self, devices: int) -> float:
+    def slowdown_of_slowest(self, devices: int, micro_batches: int) -> float:
         """Return the expected share by which the slowest of these devices is slower than the mean.
 
-        Speeds are taken as normally distributed, with the expected extreme by Blom's approximation
+        Some devices are slower in every step, and each is slower in some micro-batches of a step.
+        Both are taken as normally distributed, with the expected extreme by Blom's approximation
         (Statistical Estimates and Transformed Beta-Variables, 1958).
         """
         if devices == 1 or self._alone:
             return 0.0
-        variation = self.take("device_variation").value
-        expected = variation * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
-        return min(_SLOWEST, expected)
+        extreme = NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+        lasting = min(_SLOWEST, self.take("device_variation").value * extreme)
+        return lasting + self.take("pass_variation").value * extreme / math.sqrt(micro_batches)
 
     def _optional(self, name: str, default: float) -> float:
         return self.take(name).value if name in self.figures else default
 
     def product_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """Return the seconds of a kernel that computes `batch` matrix products [m, k] x [k, n]."""
-        return max(self._kernel_s, batch * self._product_times_law.seconds(m, n, k))
+        seconds = batch * self._product_times_law.seconds(m, n, k)
+        if not self._alone:
+            elements = batch * (m * k + k * n + m * n)
+            seconds = max(seconds, self.memory_s(self._bytes * elements, 0))
+        return self._kernel_s + seconds
 
     def attention_s(self, work: Attention) -> float:
         """Return the seconds of one pass of causal flash attention."""
@@ -234,15 +241,24 @@ def _monotone(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 
 class _ProductTimes:
-    """Seconds of a matrix product as a function of its sides, through the points of a figure."""
+    """Seconds of a matrix product as a function of its sides, through the points of a figure.
 
-    def __init__(self, figure: Figure, peak: float) -> None:
-        points = [(size_of(m, n, k), rate * 1e12) for m, n, k, rate in figure.points]
+    kernel_s  seconds of a product of any size that are not due to its operations
+    """
+
+    def __init__(self, figure: Figure, peak: float, kernel_s: float) -> None:
+        highest = max(rate for *_, rate in figure.points) * 1e12
+        points = []
+        for m, n, k, rate in figure.points:
+            operations = 2.0 * m * n * k
+            seconds = max(operations / (rate * 1e12) - kernel_s, operations / highest)
+            points.append((size_of(m, n, k), operations / seconds))
         self._line = _Line(points, peak, non_negative=True)
         self._sides = np.log([point[:3] for point in figure.points]).T
         self._off = np.array([-math.log(rate * self._line.inverse(size)) for size, rate in points])
 
     def seconds(self, m: int, n: int, k: int) -> float:
+        """Return the seconds of the operations."""
         distance = ((self._sides - np.log([[m], [n], [k]])) ** 2).sum(0)
         if distance.min() < 1e-12:
             off = self._off[distance.argmin()]

@@ -170,7 +170,7 @@ class Estimate:
         """Figures that this estimate uses."""
         graphs = self.config.kernels.cuda_graph_impl is not None
         rates = DeviceRates(self.cluster, self.config.precision.dtype_name, graphs=graphs)
-        rates.slowdown_of_slowest(self.devices)
+        slowest_share(self.config, rates)
         device = self.cluster.device_type
         for stage in set(stages_of(self.config)):
             stage_seconds(trace(self.config, device), stage, rates, None)
@@ -227,7 +227,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     breakdown["optimizer"] = crowd * (update + full_matrix_seconds(config, cluster, channels))
     breakdown["host"] += rates.step_overhead_s
     of_devices = sum(breakdown[name] for name in _OF_DEVICES)
-    breakdown["stragglers"] = rates.slowdown_of_slowest(config.parallel.world_size) * of_devices
+    breakdown["stragglers"] = slowest_share(config, rates) * of_devices
     return Estimate(
         config,
         cluster,
@@ -242,6 +242,11 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
 def _rates(config: Config, cluster: Cluster) -> DeviceRates:
     graphs = config.kernels.cuda_graph_impl is not None
     return rates_of(cluster, config.precision.dtype_name, graphs=graphs)
+
+
+def slowest_share(config: Config, rates: DeviceRates) -> float:
+    """Return the share by which the slowest device is expected to lengthen computations."""
+    return rates.slowdown_of_slowest(config.parallel.world_size, config.num_micro_batches())
 
 
 class DispatchChoice(NamedTuple):
@@ -651,7 +656,7 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
     after += max(each[stage][1] for stage in stages[:size])
     update = optimizer_seconds(config, cluster, rates)
     after += update + full_matrix_seconds(config, cluster, channels)
-    slowest = rates.slowdown_of_slowest(config.parallel.world_size)
+    slowest = slowest_share(config, rates)
     return passes + crowd * after + rates.step_overhead_s + slowest * (passes + crowd * update)
 
 
