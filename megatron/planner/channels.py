@@ -154,13 +154,15 @@ class Channels(FigureReader):
         sent = n_bytes
         if kind not in ("ring", "reduce"):
             sent = ring_bytes(n_bytes, group.ranks, kind)
-        return start + latency + sent / (self._share_kept(group.nodes) * rate.gb_per_s * 1e9)
+        curve = "exchange_by_nodes" if kind == "all_to_all" else "bandwidth_by_nodes"
+        share = self._share_kept(curve, group.nodes)
+        return start + latency + sent / (share * rate.gb_per_s * 1e9)
 
-    def _share_kept(self, nodes: int) -> float:
+    def _share_kept(self, curve: str, nodes: int) -> float:
         """Return the share of their bandwidth that collectives over this many nodes keep."""
-        if nodes == 1 or "bandwidth_by_nodes" not in self.figures:
+        if nodes == 1 or curve not in self.figures:
             return 1.0
-        points = sorted(self.take("bandwidth_by_nodes").points)
+        points = sorted(self.take(curve).points)
         return float(np.interp(math.log(nodes), *zip(*((math.log(n), s) for n, s in points))))
 
     def boundary(self, rank: int, other: int, n_bytes: float) -> tuple[float, float]:

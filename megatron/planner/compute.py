@@ -37,7 +37,8 @@ Names of figures, columns, units:
     pass_variation             standard deviation of the time of a device's passes for a micro-batch
     run_variation              standard deviation of the step times of identical runs, as a share
     bandwidth_by_nodes         nodes of a group, share of the bandwidth between nodes that its
-                               collectives keep; 1 if missing
+                               collectives keep; 1 if missing. For all-to-alls:
+                               exchange_by_nodes
     collective_start_s         s that a collective takes to start
     hop_within_s, hop_between_s          s of one step of a collective, within or between nodes
     ring_hop_between_s         s of one step between nodes of a ring whose ranks send many bytes;
@@ -94,6 +95,7 @@ COLUMNS: dict[str, int] = {
     ),
     **dict.fromkeys((f"collectives.{kind}" for kind in KINDS), 5),
     "bandwidth_by_nodes": 2,
+    "exchange_by_nodes": 2,
     "messages": 3,
 }
 """Names of all figures, each with the number of columns of its points."""
