@@ -11,12 +11,11 @@ python tools/plan.py --preset gpt-175b --cluster frontier --nodes 128 --layout t
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,11 +30,11 @@ from megatron.planner.cluster import GIB, Cluster, known_clusters, load_cluster
 from megatron.planner.layout import Restrictions, narrowed, parse_layout, write_value
 from megatron.planner.memory import HEADROOM
 from megatron.planner.placement import DISPATCHES
+from megatron.planner.progress import SearchProgress
 from megatron.planner.rates import rates_of
 from megatron.planner.search import output
 from megatron.planner.search.find import (
     LayoutSearch,
-    Progress,
     SearchResult,
     check_device_orders,
     search,
@@ -45,7 +44,6 @@ from megatron.planner.search.space import LayoutSpace, make_config, usable_bytes
 from megatron.planner.table import Table
 from megatron.planner.timing import explain
 from megatron.training.run.process import as_tool
-from megatron_preparation.progress import ByteProgress
 
 EXIT_NOTHING_FITS = 3
 _WIDTH = 190  # columns that the table of layouts needs
@@ -204,11 +202,10 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
             )
         output.make_folder(args.output)
     print(_headline(layout_search), flush=True)
-    with _progress() as progress:
-        results = [
-            search(each, args.top, args.processes, progress)
-            for each in restricted or [layout_search]
-        ]
+    results = list[SearchResult]()
+    for each in restricted or [layout_search]:
+        with SearchProgress() as progress:
+            results.append(search(each, args.top, args.processes, progress))
     most = 1 if restricted else max(args.top, args.explain or 0)
     best = [candidate.layout for result in results for candidate in result.best[:most]]
     rejected = [
@@ -241,21 +238,6 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         ):
             print(f"wrote {path}")
     return 0
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
-    """Yield a function that shows the progress of a search on stderr."""
-    with contextlib.ExitStack() as shown:
-        bars: dict[str, ByteProgress] = {}
-
-        def show(what: str, unit: str, done: int, total: int) -> None:
-            if what not in bars:
-                shown.close()
-                bars[what] = shown.enter_context(ByteProgress(what, total, unit=unit))
-            bars[what].update(done)
-
-        yield show
 
 
 # -- the request -----------------------------------------------------------------------------------
@@ -396,12 +378,14 @@ def _headline(layout_search: LayoutSearch) -> str:
 
 
 def _tables(chosen: Sequence[ChosenLayout], args: argparse.Namespace) -> list[Table]:
-    bounds = [output.bounds_table(chosen)] if args.bounds else []
-    return [
+    tables = [
         output.layout_table(chosen, args.tokens, papers=args.paper_flops),
         output.components_table(chosen),
-        *bounds,
     ]
+    if args.bounds:
+        with SearchProgress() as progress:
+            tables.append(output.bounds_table(chosen, progress))
+    return tables
 
 
 def _tables_of_search(layout_search: LayoutSearch, result: SearchResult) -> list[Table]:

@@ -37,6 +37,7 @@ from megatron.planner.cluster import CLUSTERS, GIB, Cluster
 from megatron.planner.layout import candidate_of, write_value
 from megatron.planner.memory import peak_rank
 from megatron.planner.placement import chosen_dispatch, with_shards_of_node
+from megatron.planner.progress import Progress
 from megatron.planner.search.find import worthwhile_placements
 from megatron.planner.search.output import first_problem
 from megatron.planner.search.space import Rejections
@@ -117,12 +118,18 @@ class InvalidLayout(Exception):
 
 
 def enumerate_candidates(
-    space: SearchSpace, flags: Sequence[str], machine: Machine, *, predict: bool
+    space: SearchSpace,
+    flags: Sequence[str],
+    machine: Machine,
+    *,
+    predict: bool,
+    progress: Progress = lambda *_: None,
 ) -> Enumeration:
     """List every layout in a space that can run on this machine, without duplicates.
 
-    flags    from the command line; they override those of the space
-    predict  whether to predict the time per step, with the best placement
+    flags     from the command line; they override those of the space
+    predict   whether to predict the time per step, with the best placement
+    progress  is told how many combinations have been checked
 
     Raises ConfigError for invalid flags, for an expression without a value, for too many
     combinations, and for a machine that contradicts its description.
@@ -148,7 +155,9 @@ def enumerate_candidates(
     common = _common_flags(space, flags)
     names = [p.name for p in space.parameters]
     varied = [p.name for p in space.parameters if len(p.values) > 1] or names
-    for combination in itertools.product(*(p.values for p in space.parameters)):
+    combinations = itertools.product(*(p.values for p in space.parameters))
+    for done, combination in enumerate(combinations):
+        progress("checking layouts", "combinations", done, space.combinations)
         values = dict(zip(names, combination, strict=True))
         key = ",".join(f"{name}={write_value(values[name])}" for name in varied)
         try:

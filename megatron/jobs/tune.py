@@ -65,6 +65,7 @@ from megatron.jobs.trial_statistics import (
 )
 from megatron.metrics_file import Kinds, is_text, read_beside, read_records
 from megatron.planner.cluster import GIB
+from megatron.planner.progress import SearchProgress
 from megatron.planner.search.output import rejection_table
 from megatron.planner.table import Table, print_table
 from megatron.untrusted import read_json, write_text
@@ -88,9 +89,11 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     setup = make_setup(args, flags)
     if args.report_only and not any((setup.out / "trials").glob("*")):
         raise ConfigError(f"--report-only: {setup.out} has no trials to report on")
-    enumeration = enumerate_candidates(
-        setup.space, setup.flags, setup.machine, predict=setup.machine.cluster is not None
-    )
+    known = setup.machine.cluster is not None
+    with SearchProgress() as progress:
+        enumeration = enumerate_candidates(
+            setup.space, setup.flags, setup.machine, predict=known, progress=progress
+        )
     if args.dry_run:
         _dry_run(setup, enumeration)
         return 0

@@ -44,6 +44,7 @@ from megatron.planner.placement import (
     over_nodes,
     placements_of,
 )
+from megatron.planner.progress import Progress
 from megatron.planner.search.space import LayoutSpace, Rejections
 from megatron.planner.stage import elements_of_rank
 from megatron.planner.subprocesses import process_pool
@@ -380,10 +381,6 @@ def _with(config: Config, layout: CandidateLayout) -> Config:
 # -- all layouts -----------------------------------------------------------------------------------
 
 
-Progress = Callable[[str, str, int, int], None]
-"""Function of the activity, the unit of work, the number of units done, and their total."""
-
-
 def search(
     layout_search: LayoutSearch,
     top: int = 10,
@@ -418,6 +415,7 @@ def search(
             done += sum(len(tasks.pop(shared, ())) for shared in full)
             left = sorted(tasks.items(), key=lambda task: (-len(task[1]), task[0]))
             answers = run("rank", [sizes for _, sizes in left])
+            progress("ranking layouts", "sizes", done, result.sizes)
             for (shared, sizes), (accepted, rejected) in zip(left, answers, strict=True):
                 ranked += accepted
                 for refusal in rejected:
@@ -453,7 +451,9 @@ def search(
             of = one.layout
             micro_batches = of.batch // (of.replicas * of.micro)
             alike.setdefault((of.pp, of.chunks, of.schedule, micro_batches), []).append(one)
-        for judged in run("judge", sorted(alike.values(), key=len, reverse=True)):
+        answers = run("judge", sorted(alike.values(), key=len, reverse=True))
+        progress("simulating schedules", "layouts", 0, len(fit))
+        for judged in answers:
             result.estimated += judged
             progress("simulating schedules", "layouts", len(result.estimated), len(fit))
         result.estimated.sort()

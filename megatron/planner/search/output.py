@@ -23,6 +23,7 @@ from megatron.pipeline.trace import trace_of
 from megatron.planner import error_bars
 from megatron.planner.cluster import GIB, Cluster
 from megatron.planner.layout import DIMENSIONS, CandidateLayout, write_value
+from megatron.planner.progress import Progress
 from megatron.planner.search.find import LayoutSearch, SearchResult
 from megatron.planner.search.space import Rejections
 from megatron.planner.table import Table
@@ -148,10 +149,11 @@ def components_table(chosen: Sequence[ChosenLayout]) -> Table:
     return _numbered("seconds of a step, on the busiest pipeline rank", rows)
 
 
-def bounds_table(chosen: Sequence[ChosenLayout]) -> Table:
+def bounds_table(chosen: Sequence[ChosenLayout], progress: Progress) -> Table:
     """Tabulate the uncertainty of a step's seconds, and the seconds of its FLOPs at the peak."""
     rows = []
-    for _, predicted, _ in chosen:
+    for done, (_, predicted, _) in enumerate(chosen):
+        progress("varying figures", "layouts", done, len(chosen))
 
         def seconds(cluster: Cluster, predicted: Estimate = predicted) -> float:
             return estimate(predicted.config, cluster, predicted.placement).seconds

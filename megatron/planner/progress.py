@@ -1,0 +1,111 @@
+"""Progress of searches on stderr: a rewritten line on a terminal, otherwise a line at intervals."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import NamedTuple, Self, TextIO
+
+from megatron.config.duration import show_duration
+
+Progress = Callable[[str, str, int, int], None]
+"""Function of the activity, the unit of work, the number of units done, and their total."""
+
+QUIET_S = 2.0
+"""Seconds without progress at the beginning: a shorter search prints nothing."""
+LINE_S = 10.0
+"""Seconds between two lines in a log."""
+_BEAT_S = 0.5
+
+
+class Activity(NamedTuple):
+    """Part of a search, with the time on the clock when it began."""
+
+    what: str
+    unit: str
+    done: int
+    total: int
+    began_s: float
+
+
+class SearchProgress:
+    """Shows the activity of a search, how much of it is done, and an estimate of the time left.
+
+    Call it like `Progress`. As a context manager it also shows that time passes while nothing is
+    done. `stream` is stderr by default; `clock` returns seconds.
+    """
+
+    def __init__(
+        self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._rewrites = self._stream.isatty()
+        self._clock = clock
+        self._due_s = clock() + QUIET_S
+        self._activity: Activity | None = None
+        self._shown = ""
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._beats = False
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, what: str, unit: str, done: int, total: int) -> None:
+        """Note what is done, and show it if a line is due."""
+        before = self._activity
+        same = before is not None and before.what == what
+        began_s = before.began_s if before is not None and same else self._clock()
+        self._activity = Activity(what, unit, done, total, began_s)
+        if self._beats and self._thread is None:
+            # Not before: a search forks its processes before it reports anything.
+            self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
+            self._thread.start()
+        self.show()
+
+    def show(self) -> None:
+        """Show the activity if a line is due."""
+        with self._lock:
+            now = self._clock()
+            if self._activity is None or now < self._due_s:
+                return
+            self._due_s = now + (_BEAT_S / 2 if self._rewrites else LINE_S)
+            self._shown = _words(self._activity, now)
+            if self._rewrites:
+                width = shutil.get_terminal_size().columns - 1
+                self._stream.write(f"\r{self._shown[:width]}\x1b[K")
+            else:
+                self._stream.write(f"{self._shown}\n")
+            self._stream.flush()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT_S):
+            self.show()
+
+    def __enter__(self) -> Self:
+        self._beats = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._rewrites and self._shown:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+def _words(activity: Activity, now: float) -> str:
+    what, unit, done, total, began_s = activity
+    spent_s = now - began_s
+    time_words = f"{show_duration(spent_s)} so far"
+    if done:
+        time_words = f"about {show_duration(spent_s * (total - done) / done)} left"
+    return f" {what}: {done:,} of {total:,} {unit} ({done / max(total, 1):.0%}), {time_words}"
