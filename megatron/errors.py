@@ -12,6 +12,12 @@ import sys
 # a rank died or hung: nothing to fix, start the job again (EX_TEMPFAIL in sysexits.h)
 EXIT_LOST_RANK = 75
 
+BUILD = (
+    "run `python setup.py build_ext --inplace` in the repository, which needs a C++ compiler and "
+    "pybind11, or `pip install .`"
+)
+"""How to build the extensions in csrc/, for messages."""
+
 
 class MegatronError(Exception):
     """Base class of all errors that are meant for the user."""

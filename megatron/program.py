@@ -133,6 +133,9 @@ def run(arguments: list[str], **pieces: Any) -> int:
             raise problem
         user_pieces = Pieces(**pieces)
         if "--dry-run" in arguments and not {"--help", "-h", "--print-config"} & set(arguments):
+            from megatron.planner.trace import check_torch
+
+            check_torch()
             from megatron.planner.dryrun.rehearsal import dry_run
 
             raise SystemExit(

@@ -26,6 +26,7 @@ from megatron.config import PRESETS
 from megatron.config.command_line import add_preset, split_at_dashes
 from megatron.config.option import MOST_PROCESSES, MOST_TOKENS, Parser, integer, real
 from megatron.errors import ConfigError
+from megatron.pipeline.schedule import check_clock
 from megatron.planner.cluster import GIB, Cluster, known_clusters, load_cluster
 from megatron.planner.layout import Restrictions, narrowed, parse_layout, write_value
 from megatron.planner.memory import HEADROOM
@@ -43,6 +44,7 @@ from megatron.planner.search.output import ChosenLayout, chosen_layout
 from megatron.planner.search.space import LayoutSpace, make_config, usable_bytes
 from megatron.planner.table import Table
 from megatron.planner.timing import explain
+from megatron.planner.trace import check_torch
 from megatron.training.run.process import as_tool
 
 EXIT_NOTHING_FITS = 3
@@ -193,6 +195,8 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     Raises ConfigError.
     """
     layout_search = make_search(args, flags)
+    check_torch()
+    check_clock()
     restricted = [_restrict_to_layout(layout_search, text) for text in args.layout]
     if args.output is not None:
         if args.explain is not None or len(restricted) > 1:

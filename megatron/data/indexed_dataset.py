@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.data.arrays import BoolArray, Int32Array, Int64Array, IntArray, StrPath
-from megatron.errors import DataError, reading_error
+from megatron.errors import BUILD, DataError, reading_error
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -493,8 +493,8 @@ def _loops() -> ModuleType:
     """Return the C++ extension. Raises DataError if it was not built."""
     if compiled is None:
         raise DataError(
-            "megatron/data/_index_helpers, which reads data files, is not built or is from an "
-            "older source: run pip install -e . with a C++ compiler"
+            "megatron.data._index_helpers, which reads data files, is not built or is from other "
+            f"sources: {BUILD}"
         )
     return compiled
 

@@ -64,6 +64,7 @@ from megatron.jobs.trial_statistics import (
     written,
 )
 from megatron.metrics_file import Kinds, is_text, read_beside, read_records
+from megatron.pipeline.schedule import check_clock
 from megatron.planner.cluster import GIB
 from megatron.planner.progress import SearchProgress
 from megatron.planner.search.output import rejection_table
@@ -90,6 +91,8 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     if args.report_only and not any((setup.out / "trials").glob("*")):
         raise ConfigError(f"--report-only: {setup.out} has no trials to report on")
     known = setup.machine.cluster is not None
+    if known:
+        check_clock()
     with SearchProgress() as progress:
         enumeration = enumerate_candidates(
             setup.space, setup.flags, setup.machine, predict=known, progress=progress

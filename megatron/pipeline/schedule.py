@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config.parallel import V_SHAPED
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import BUILD, ConfigError, MegatronError
 from megatron.pipeline.orders import (
     ORDERS,
     SENDS_IN_FLIGHT,
@@ -260,8 +260,8 @@ def clock_missing() -> str:
     if getattr(compiled, "interface", None) == 3:
         return ""
     return (
-        "megatron.pipeline._schedule_clock is missing or was built from other sources: run "
-        "`python setup.py build_ext --inplace` (with a C++ compiler) or `pip install .`"
+        "megatron.pipeline._schedule_clock, which simulates schedules, is not built or is from "
+        f"other sources: {BUILD}"
     )
 
 

@@ -22,7 +22,7 @@ LINE_S = 10.0
 _BEAT_S = 0.5
 
 
-class Activity(NamedTuple):
+class SearchActivity(NamedTuple):
     """Part of a search, with the time on the clock when it began."""
 
     what: str
@@ -46,7 +46,7 @@ class SearchProgress:
         self._rewrites = self._stream.isatty()
         self._clock = clock
         self._due_s = clock() + QUIET_S
-        self._activity: Activity | None = None
+        self._activity: SearchActivity | None = None
         self._shown = ""
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -58,7 +58,7 @@ class SearchProgress:
         before = self._activity
         same = before is not None and before.what == what
         began_s = before.began_s if before is not None and same else self._clock()
-        self._activity = Activity(what, unit, done, total, began_s)
+        self._activity = SearchActivity(what, unit, done, total, began_s)
         if self._beats and self._thread is None:
             # Not before: a search forks its processes before it reports anything.
             self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
@@ -102,7 +102,7 @@ class SearchProgress:
             self._stream.flush()
 
 
-def _words(activity: Activity, now: float) -> str:
+def _words(activity: SearchActivity, now: float) -> str:
     what, unit, done, total, began_s = activity
     spent_s = now - began_s
     time_words = f"{show_duration(spent_s)} so far"

@@ -14,10 +14,12 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import operator
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +30,7 @@ from megatron.config.model import ADAPTERS, NOTHING_BEFORE, LayerKind, ModelConf
 from megatron.config.parallel import RecomputeConfig
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.settings import SECTIONS
-from megatron.errors import ConfigError
+from megatron.errors import MegatronError
 from megatron.model.formulas import ModelSizes
 from megatron.parallel.sharding import Sharding
 from megatron.planner.events import GroupMessage, Pass, PassEvent, Trace, TracedModule
@@ -227,14 +229,39 @@ def that_counts(config: Config, kind: str) -> Config:
     return Config(**sections, explicit={}, origins={}, pieces=pieces)
 
 
-class NeedsTorch(ConfigError, ImportError):
-    """Error raised if torch is not installed, as on a login node."""
+class NeedsTorch(MegatronError, ImportError):
+    """Error raised if torch is not installed, as on a login node, or cannot be imported.
+
+    It is no ConfigError, since it says nothing about the layout that was to be traced.
+    """
+
+
+def _needs_torch(problem: str = "is not installed") -> NeedsTorch:
+    return NeedsTorch(
+        f"the planner traces the model's code with torch, which {problem}: run `make setup`, or "
+        f"install any build of torch (no GPU is needed) for {sys.executable}"
+    )
+
+
+def check_torch() -> None:
+    """Raise NeedsTorch if torch is not installed, for callers that need it only later."""
+    if importlib.util.find_spec("torch") is None:
+        raise _needs_torch()
+
+
+def _import_torch() -> None:
+    """Import torch. Raises NeedsTorch if that fails, for example for lack of a library."""
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:
+        raise _needs_torch(f"cannot be imported ({error})") from error
 
 
 def _traced_module(config: Config, kind: str, device: str) -> TracedModule:
     config = that_counts(config, kind)
 
     def record_module() -> TracedModule:
+        _import_torch()
         from megatron.planner.recorder import record
 
         return record(config, device, kind)
@@ -249,6 +276,7 @@ def cached_sizes(config: Config) -> ModelSizes:
     config = sized(config)
 
     def build() -> tuple[Any, ...]:
+        _import_torch()
         from megatron.model.gpt import model_sizes
 
         sizes = model_sizes(config)
@@ -273,11 +301,9 @@ def _folder(device: str) -> Path | None:
     try:
         depends = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        raise NeedsTorch(
-            "the planner traces the model's code with torch, which is not installed: install any "
-            "build of torch (no GPU is needed)"
-        ) from None
+        raise _needs_torch() from None
     if device == "cpu":  # the operators depend on this machine
+        _import_torch()
         import torch
 
         from megatron.kernels import library, measured_times

@@ -12,19 +12,22 @@ import sys
 
 import pytest
 
+from megatron import program
 from megatron.config.command_line import command_line_of, parse_plan
 from megatron.parallel.launch import Launch
 from megatron.pipeline import schedule
 from megatron.planner.cluster import load_cluster
+from megatron.planner.dryrun import rehearsal
 from megatron.planner.dryrun.rehearsal import capacity_of
 from megatron.planner.layout import CandidateLayout, candidate_of
 from megatron.planner.placement import plan_ranks
-from megatron.planner.search.find import LayoutSearch
+from megatron.planner.search.find import LayoutSearch, search
 from megatron.planner.search.space import LayoutSpace, make_config
+from megatron.planner.trace import NeedsTorch
 from tests.helpers.fault_points import on
 from tests.helpers.launching import Script
 from tests.helpers.preflight import accepted
-from tools import plan
+from tools import plan, tune
 
 FRONTIER = load_cluster("frontier")
 ONE = ["--nodes", "1", "--global-batch", "16"]
@@ -179,14 +182,38 @@ def test_mistakes(capsys, words, fragments):
 
 
 def test_what_is_missing_is_found_before_the_search(capsys, tmp_path, monkeypatch):
-    """The compiled simulator, needed last, and matplotlib, for files, are looked for first."""
+    """Matplotlib, for files; the compiled simulator, needed last; and torch are looked for first."""
     monkeypatch.setattr(LayoutSearch, "rank", lambda *_: pytest.fail("it searched"))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, text = call(capsys, *SMALL, "--output", str(tmp_path))
-    assert code == 2 and "matplotlib" in text
-    monkeypatch.setattr(schedule, "compiled", None)
-    code, text = call(capsys, *SMALL)
-    assert code == 2 and "_schedule_clock" in text
+    monkeypatch.setattr(rehearsal, "rehearse", lambda *_: pytest.fail("it rehearsed"))
+    dry = ["--preset", "tiny", "--world-size", "4", "--cluster", "frontier", "--dry-run"]
+    space = ["--space", "paper-175b", "--cluster", "frontier", "--launcher", "slurm"]
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib", None)
+        code, text = call(capsys, *SMALL, "--output", str(tmp_path))
+        assert code == 2 and "matplotlib" in text
+    planning = plan.main, [*SMALL, "--", *MODEL]
+    tuning = tune.main, [*space, "--nodes", "16", "--dry-run", "--out", str(tmp_path)]
+    dry_run = program.run, dry
+    with monkeypatch.context() as without:
+        without.setattr(schedule, "compiled", None)
+        for main, words in (planning, tuning, dry_run):
+            assert main(words) == 2
+            text = capsys.readouterr().err
+            assert "_schedule_clock" in text and "setup.py build_ext" in text
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for main, words in (planning, dry_run):
+        assert main(words) == 2
+        assert sys.executable in capsys.readouterr().err
+
+
+def test_a_layout_is_not_refused_for_lack_of_torch(monkeypatch):
+    """The error is not one of the layout: a search does not go on to the next one."""
+    monkeypatch.setenv("MEGATRON_TRACE_CACHE", "none")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    args = plan.build_parser().parse_args(SMALL)
+    layout_search = plan.make_search(args, [*MODEL, "--ffn-hidden-size", "4096"])
+    with pytest.raises(NeedsTorch, match=re.escape(sys.executable)):
+        search(layout_search)
 
 
 def test_the_plan_allows_what_the_dry_run_allows():

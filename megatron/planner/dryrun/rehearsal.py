@@ -24,7 +24,7 @@ from megatron.errors import CheckpointError, DataError, MegatronError
 from megatron.model.gpt import hidden_state, model_sizes
 from megatron.parallel.host_memory import memory_limit_bytes
 from megatron.pipeline.orders import ORDERS, SENDS_IN_FLIGHT, group_sizes
-from megatron.pipeline.schedule import build_schedule
+from megatron.pipeline.schedule import build_schedule, check_clock
 from megatron.planner.cluster import GIB, Cluster, load_cluster
 from megatron.planner.dryrun.rank import (
     RankProblem,
@@ -318,7 +318,8 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
     """Print the memory that a job with these flags needs, and return the exit code.
 
     The caller is the first of `launched` processes; this number is the default of --world-size.
-    Raises ConfigError for invalid flags, and for ranks that do not fit on the machine's nodes.
+    Raises ConfigError for invalid flags, and for ranks that do not fit on the machine's nodes, and
+    MegatronError if the extension that simulates schedules is needed and missing.
     """
     words = list(arguments)
     if launched > 1 and not any(word.split("=")[0] == "--world-size" for word in words):
@@ -326,6 +327,8 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
     config = parse_plan(words, pieces, settings_to_take)
     name = config.parallel.cluster or cluster_of_environment()
     cluster = None if name in (None, "none") else load_cluster(name)
+    if cluster is not None or config.parallel.pipeline_model_parallel_size > 1:
+        check_clock()
     config, tokenizer, unknown = with_vocabulary(config)
     epochs = [*_epochs(config, tokenizer, not unknown)]
     assumed = (
@@ -465,7 +468,7 @@ def _foot(rehearsal: Rehearsal) -> Iterator[str]:
                 "tensors. Ranks on this machine share its memory, or the job's limit."
             )
         )
-    if not on_gpu:
+    if not on_gpu and rehearsal.ranks:
         needed = max(run.needed_bytes for run in rehearsal.ranks)
         least, median, most = (
             gib(process_bytes(needed, rehearsal.device, share)) for share in PROCESS_SHARES
