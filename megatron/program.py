@@ -118,6 +118,16 @@ def train(
         )
 
 
+def check_all(config: Config) -> list[str]:
+    """Check what a run with this configuration checks before its first step; return notices.
+
+    Raises MegatronError.
+    """
+    from megatron.planner.run_checks import check_run
+
+    return [f"not checked: {text}" for text in check_run(config)]
+
+
 def run(arguments: list[str], **pieces: Any) -> int:
     """Run like `main`, but return the exit code instead of ending the process."""
     launch = Launch()
@@ -146,7 +156,9 @@ def run(arguments: list[str], **pieces: Any) -> int:
         size = None if alone else launch.world_size
 
         def settings(started: int | None) -> Config:
-            return parse_args(arguments, started, user_pieces, settings_to_take, export_problem)
+            return parse_args(
+                arguments, started, user_pieces, settings_to_take, export_problem, check_all
+            )
 
         config = settings(size)
         spares = config.training.spare_ranks

@@ -5,7 +5,7 @@
 # Slurm.
 #
 # A job has these steps, with their output in SITE_RUNS/RUN_NAME/logs/JOB/RESTART/:
-#   check       pretrain_gpt.py resolves the whole configuration, without torch: a wrong flag ends the job at once
+#   check       pretrain_gpt.py resolves the configuration and looks for its files: a mistake ends the job at once
 #   environment the packed Python environment and the code are copied to every node's NVMe drive
 #   preflight   every device and node is tested; slow and dead nodes are left out if there are spare ones
 #   training    on the good nodes, from the newest checkpoint. After the loss of a process or node it restarts within the
@@ -492,12 +492,14 @@ note_start() {
     say "start $RESTART from iteration $(reached) on $(allocated_nodes) node(s) ${SLURM_JOB_NODELIST:-}, logs in $LOGS"
 }
 
-# Resolve the whole configuration in one process without torch: mistakes cost seconds of one node, not minutes of all.
+# Check the flags, the files and folders that they name, and the placement in one process, as all ranks would before the
+# first step: mistakes cost seconds of one node, not minutes of all. Sets CHECKED, unless no Python is there yet.
 check_flags() {
     local python=$PYTHON world
     world=$(($(needed_nodes) * TASKS_PER_NODE))
     local command=("$python" "$CODE/pretrain_gpt.py" "${TRAIN_FLAGS[@]}" --complete --world-size "$world" --print-config)
-    [[ -x $python || $DRY_RUN == 1 ]] || return 0 # only the packed environment exists: the ranks check the flags
+    [[ -x $python || $DRY_RUN == 1 ]] || return 0 # only the packed environment exists, which is not unpacked yet
+    CHECKED=1
     show "${command[@]}"
     if [[ $DRY_RUN != 1 ]]; then
         "${command[@]}" >"$LOGS/config.txt"
@@ -615,7 +617,7 @@ name_run() {
 
 # train_job FLAGS...: run the whole job. Ends the script.
 train_job() {
-    local code=0 TRAIN_FLAGS SAVE guard='' nodes spares
+    local code=0 TRAIN_FLAGS SAVE CHECKED='' guard='' nodes spares
     name_run "$@"
     LOGS=$JOB_LOGS/$RESTART # not settings of a whole job, but the user's shell may export these names
     unset NODES HOSTS MASTER_ADDR
@@ -629,6 +631,7 @@ train_job() {
         guard=$!
     fi
     prepare_environment || { code=$? && [[ $DRY_RUN == 1 ]]; } || exit "$code"
+    [[ -n $CHECKED ]] || check_flags || exit
     if [[ $PREFLIGHT == 1 ]]; then run_preflight || exit; fi
     nodes=$(needed_nodes)
     if ((RESTARTS)); then

@@ -27,6 +27,8 @@ from megatron.checkpoint.files import (
     read_manifest,
 )
 from megatron.checkpoint.folder import TRACKER, folder_name, new_tracker, tagged_name
+from megatron.config import Config
+from megatron.config.io import hugging_face_folder, is_same_folder
 from megatron.config.settings import SECTIONS
 from megatron.errors import CheckpointError
 from megatron.untrusted import is_count, read_bytes
@@ -306,6 +308,42 @@ def required(directory: StrPath, choice: CheckpointChoice) -> Path:
     raise CheckpointError(
         f"no checkpoint in {directory}: neither {TRACKER} nor iter_NNNNNNN is there. Check --load"
     )
+
+
+def chosen_checkpoint(config: Config) -> CheckpointChoice:
+    """Return the checkpoint from which a run starts; none without --load, and with hf:FOLDER.
+
+    Raises CheckpointError if all checkpoints are broken, if the one that --load-tag names is
+    missing or broken, or if there is none although --use-checkpoint-args or
+    --exit-on-missing-checkpoint needs one.
+    """
+    settings = config.checkpoint
+    if not settings.load or hugging_face_folder(settings.load) is not None:
+        return CheckpointChoice(None)
+    choice = find(settings.load, settings.load_tag)
+    if choice.rejected or settings.exit_on_missing_checkpoint or settings.use_checkpoint_args:
+        required(settings.load, choice)
+    return choice
+
+
+def left_behind(config: Config) -> int | None:
+    """Return the newest iteration in the --save folder if a run does not start from there.
+
+    Raises CheckpointError if only a settings file names the folder: the user probably means to
+    continue, or to use another folder.
+    """
+    save = config.checkpoint.save
+    if not save or is_same_folder(config.checkpoint.load, save):
+        return None
+    newest = read_tracker(save).iteration
+    origin = config.origin("save")
+    if newest is not None and origin not in ("command line", "argument"):
+        raise CheckpointError(
+            f"--save {save} ({origin}) has checkpoints up to iteration {newest}, which this "
+            f"start would not continue: give --load {save} to continue, or --save with another "
+            "folder"
+        )
+    return newest
 
 
 def find_folder(directory: StrPath, tag: str | int | None = None) -> Path:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -27,7 +28,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from megatron.checkpoint.export import family_of, without_mup
+from megatron.checkpoint.export import export_problem, family_of, without_mup
 from megatron.checkpoint.families import FAMILIES, Family
 from megatron.checkpoint.family_rules import Values
 from megatron.checkpoint.files import to_json, write_bytes, write_text
@@ -176,6 +177,26 @@ def lacking(model: ModelConfig) -> list[str]:
             f"{factor}): results differ"
         )
     return notes
+
+
+def check_export(config: Config) -> str:
+    """Raise MegatronError at the start if --save-hf could not write the model at the end.
+
+    Returns a note on parts that it will not write; "" if there are none.
+    """
+    if problem := export_problem(config.model, config.pieces):
+        raise ConfigError(f"--save-hf: {problem}")
+    folder = Path(config.checkpoint.save_hf or "")
+    if os.path.lexists(folder):
+        free = next(
+            name for n in itertools.count(2) if not os.path.lexists(name := f"{folder}-{n}")
+        )
+        raise ConfigError(
+            f"--save-hf {folder} ({config.origin('save_hf')}) exists; it may be the "
+            f"model that an earlier start of this run wrote: give --save-hf {free}, or rename "
+            f"or remove {folder}"
+        )
+    return companions_of(config).note
 
 
 def companions_of(config: Config) -> Companions:

@@ -24,7 +24,7 @@ from megatron.config.pieces import PLAIN, Pieces, load_pieces
 from megatron.config.presets import PRESETS, give_preset, yielding
 from megatron.config.settings import Settings, all_options, cluster_of_environment, did_you_mean
 from megatron.config.translate import DIRECT, LATE, Flags, is_off, meaning, translate_late
-from megatron.config.validate import DATA, REQUIRED
+from megatron.config.validate import DATA, REQUIRED, missing
 from megatron.errors import CheckpointError, ConfigError
 
 # Returns the file with a checkpoint's settings, the settings that must match the checkpoint's, and
@@ -188,6 +188,7 @@ def parse_args(
     pieces: Pieces = PLAIN,
     checkpoint: ReadCheckpoint | None = None,
     export: Export | None = None,
+    check: Callable[[Config], list[str]] | None = None,
 ) -> Config:
     """Return the configuration of a training command line.
 
@@ -197,9 +198,10 @@ def parse_args(
     checkpoint  function that reads the settings for --use-checkpoint-args, --load hf:FOLDER and
                 --model-from; None: no checkpoint is read
     export      see finish
+    check       function that checks what --complete prints, files included, and returns notices
 
     --help and --print-config print and raise SystemExit(0); with --complete, --print-config
-    requires the settings that a run needs. Raises ConfigError with all problems, numbered if there
+    requires the settings that a run needs, and calls `check`. Raises ConfigError with all problems, numbered if there
     are several.
     """
     scanned = scan(argv)
@@ -223,7 +225,11 @@ def parse_args(
     complete = not printing or "--complete" in scanned.flags
     config = finish(settings, run=complete, export=export)
     if printing:
-        for notice in config.notices:
+        if complete:
+            checked = check(config) if check is not None else []
+        else:
+            checked = [f"a run would fail: {problem}" for problem in missing(settings)]
+        for notice in (*config.notices, *checked):
             print(f"notice: {notice}", file=sys.stderr)
         print(render_config(config))
         raise SystemExit(0)

@@ -37,7 +37,7 @@ _START = (
         "--print-config",
         "Print the resolved configuration with the origin of each value, and exit.",
     ),
-    ("--complete", "With --print-config: require all settings of a run, such as its length."),
+    ("--complete", "With --print-config: fail as a run would before its first step."),
     (
         "--dry-run",
         "Run set-up and two training steps of one rank of each kind (for example, of each pipeline "

@@ -166,6 +166,13 @@ def run_requirements(settings: Settings) -> None:
         settings.problems.extend(_repeated_start(explicit, flags))
 
 
+def missing(settings: Settings) -> list[str]:
+    """List the problems that `run_requirements` would add to settings without problems."""
+    settings.problems.clear()
+    run_requirements(settings)
+    return settings.problems
+
+
 def _repeated_start(explicit: Mapping[str, Any], flags: str) -> Iterator[str]:
     """Yield problems of `flags`, which start the same command again, and must not lose checkpoints."""
     save = explicit.get("save", "FOLDER")

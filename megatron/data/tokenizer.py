@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.config.io import TokenizerConfig
+from megatron.config.io import TokenizerConfig, hugging_face_folder
 from megatron.config.io_checks import TOKENIZER_NEEDS
 from megatron.config.settings import Settings, all_options, raise_problems
 from megatron.data.added_tokens import files_beside
@@ -151,6 +151,41 @@ def with_vocabulary(config: Config) -> tuple[Config, Tokenizer | None, str]:
     except (MegatronError, OSError) as error:
         return config, None, f"the tokenizer cannot be read here ({error})"
     return config.replace(vocab_size=max(tokenizer.vocab_size, known or 0)), tokenizer, ""
+
+
+def load_tokenizer(config: Config) -> Tokenizer | None:
+    """Return the tokenizer that the flags specify; None if only a vocabulary size is given.
+
+    Raises ConfigError if neither is given.
+    """
+    if config.tokenizer.tokenizer_type is None:
+        if config.model.vocab_size is None:
+            raise ConfigError(
+                "the vocabulary size is unknown: give --tokenizer-type and its files, or "
+                "--vocab-size"
+            )
+        return None
+    return build_tokenizer(
+        **dataclasses.asdict(config.tokenizer), vocab_size=config.model.vocab_size
+    )
+
+
+def with_tokenizer(config: Config) -> tuple[Config, Tokenizer | None]:
+    """Return `config` with the size of the vocabulary, and the tokenizer. Raises ConfigError."""
+    tokenizer = load_tokenizer(config)
+    if tokenizer is None:
+        return config, None
+    known = config.model.vocab_size
+    size = max(tokenizer.vocab_size, known or 0)
+    source = hugging_face_folder(config.checkpoint.load)
+    files = config.tokenizer.tokenizer_model
+    if files is not None and source is not None and known is not None and size > known:
+        raise ConfigError(
+            f"the tokenizer {files} has {size} ids, and the model in {source} has rows for "
+            f"{known}: add rows to the model (resize_token_embeddings() of transformers), or "
+            "remove the tokens that were added to the tokenizer"
+        )
+    return config.replace(vocab_size=size), tokenizer
 
 
 class LimitedTokenizer(Tokenizer):

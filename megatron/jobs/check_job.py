@@ -28,6 +28,7 @@ from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.layout import candidate_of
 from megatron.planner.memory import host_bytes, memory_of_ranks, process_bytes
 from megatron.planner.placement import with_shards_of_node
+from megatron.planner.run_checks import examine
 from megatron.planner.timing import dispatch_choice, estimate
 from megatron.planner.trace import cached_sizes, sized
 from megatron.training.run.process import EXIT_USER_ERROR
@@ -96,6 +97,7 @@ class CheckedJob:
     config            settings of the training; None: there is no command, or it is invalid
     tokenizer         tokenizer of the training, if it can be read
     vocabulary_known  whether the vocabulary's size is known
+    failure           how the dry run of its script failed; "" if it did not
     known             facts to print, by name
     findings          (level, subject, text): level is error, warning or note
     unchecked         what was not checked
@@ -110,6 +112,7 @@ class CheckedJob:
     config: Config | None = None
     tokenizer: Tokenizer | None = None
     vocabulary_known: bool = True
+    failure: str = ""
     known: dict[str, str] = field(default_factory=dict)
     findings: list[tuple[str, str, str]] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
@@ -180,6 +183,9 @@ def check(words: Sequence[str], cluster: str | None = None) -> CheckedJob:
     check_options(job)
     if job.config is not None:
         check_training(job, job.config)
+        check_run(job, job.config)
+    if job.failure and not any(level == "error" for level, _, _ in job.findings):
+        job.error("script", job.failure)
     job.findings.sort(key=lambda finding: ("error", "warning", "note").index(finding[0]))
     return job
 
@@ -410,9 +416,10 @@ def dry_run(job: CheckedJob, content: bytes, arguments: Sequence[str]) -> None:
                 job.environ = os.environ | dict(pairs)
             elif "pretrain_gpt.py" in line:
                 read_command(job, words)
-    if job.words is None or (code and not any(level == "error" for level, _, _ in job.findings)):
+    if code or job.words is None:
         what = f"ends with exit code {code}" if code else "starts no pretrain_gpt.py"
-        job.error("script", f"its dry run {what}: {' / '.join(output[-3:])}")
+        said = [line for line in output if re.match(r"\w+Error: ", line)] or output[-3:]
+        job.failure = f"its dry run {what}: {' / '.join(said)}"
 
 
 def read_command(job: CheckedJob, command: Sequence[str]) -> None:
@@ -494,6 +501,15 @@ def check_training(job: CheckedJob, config: Config) -> None:
         f"--dry-run --world-size {config.parallel.world_size} --cluster NAME to the flags of pretrain_gpt.py",
         "compute nodes and their network: PREFLIGHT=1 of job.sh tests them when the job starts",
     )
+
+
+def check_run(job: CheckedJob, config: Config) -> None:
+    """Add what would end the run before its first step, unless the other checks have found it."""
+    found = examine(config)
+    for about, problem in found.problems:
+        if not any(str(problem) in text for _, _, text in job.findings):
+            job.error(about, str(problem))
+    job.unchecked += found.unchecked
 
 
 def check_data(job: CheckedJob, config: Config) -> None:

@@ -253,6 +253,32 @@ def choose_placement(
     of a node --device-order is ignored: ranks are assumed to be on the devices closest to their
     cores.
 
+    Raises the errors of `allowed_placements`.
+    """
+    placements = allowed_placements(config, cluster, dispatches)
+    ways = {placement.layout.expert_node for placement in placements}
+    # By the sizes within a node, which depend on the rank order.
+    known: dict[tuple[int, int, int], tuple[StepMessages, float]] = {}
+
+    def cost(placement: Placement) -> tuple[float, float]:
+        layout = placement.layout
+        key = layout.expert_node, layout.shard, layout.states
+        if key not in known:
+            sized = over_nodes(config, layout)
+            computed = _computing_seconds(sized, cluster) if len(ways) > 1 else 0.0
+            known[key] = step_messages(sized, cluster.device_type), computed
+        sent, computed = known[key]
+        layers, total = _cost(config, placement, sent).order
+        return layers + computed, total + computed
+
+    return min(placements, key=cost)
+
+
+def allowed_placements(
+    config: Config, cluster: Cluster, dispatches: Sequence[int] = DISPATCHES
+) -> list[Placement]:
+    """List the placements that --rank-order and --device-order allow.
+
     Raises ConfigError for a world size that neither fits on one node nor fills whole nodes, for
     more nodes than the machine has, and for a device order that is not a permutation of a node's
     devices.
@@ -276,22 +302,7 @@ def choose_placement(
             problems.append(error)
     if not placements:
         raise problems[0]
-    ways = {placement.layout.expert_node for placement in placements}
-    # By the sizes within a node, which depend on the rank order.
-    known: dict[tuple[int, int, int], tuple[StepMessages, float]] = {}
-
-    def cost(placement: Placement) -> tuple[float, float]:
-        layout = placement.layout
-        key = layout.expert_node, layout.shard, layout.states
-        if key not in known:
-            sized = over_nodes(config, layout)
-            computed = _computing_seconds(sized, cluster) if len(ways) > 1 else 0.0
-            known[key] = step_messages(sized, cluster.device_type), computed
-        sent, computed = known[key]
-        layers, total = _cost(config, placement, sent).order
-        return layers + computed, total + computed
-
-    return min(placements, key=cost)
+    return placements
 
 
 def _computing_seconds(config: Config, cluster: Cluster) -> float:

@@ -304,7 +304,7 @@ def test_dry_run_starts_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "code"), [("--train-iters 3 --lr 1e-3", 0), ("--lr 1e-3", 2), ("--train-iters 3", 2)]
+    ("flags", "code"), [("--train-iters 3 --lr 1e-3", 0), ("--lr 1e-3", 2), ("--save /proc/x", 2)]
 )
 def test_the_check_of_the_flags_is_that_of_the_run(tmp_path, flags, code):
     """Without a length or a learning rate all ranks would refuse the run."""
@@ -312,6 +312,18 @@ def test_the_check_of_the_flags_is_that_of_the_run(tmp_path, flags, code):
     words = [*model.split(), "--vocab-size", "64", "--micro-batch-size", "1", *flags.split()]
     settings = {"SITE_VENV": sys.prefix, "PRESET": ""}
     assert run_script(tmp_path, TRAIN, *words, DRY_RUN="1", **settings).code == code
+
+
+@pytest.mark.parametrize("wrong", [(), ("--lrr", "1")])
+def test_flags_are_checked_by_the_packed_python_if_there_is_no_other(tmp_path, wrong):
+    python = tmp_path / "nvme" / "environment" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/bash\nexec {sys.executable} {ROOT}/{PROGRAM} "${{@:2}}"\n')
+    python.chmod(0o755)
+    packed = {"SITE_ENV": str(TRAIN), "SITE_NVME": str(tmp_path / "nvme")}  # any file
+    ended = train(tmp_path, *wrong, SITE_VENV="/nowhere", **packed)
+    assert ended.code == (2 if wrong else 0), ended.log
+    assert bool(ended.named("srun", PROGRAM)) == (not wrong)
 
 
 def test_a_dry_run_ends_with_what_would_end_the_job(tmp_path):

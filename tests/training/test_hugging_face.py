@@ -6,11 +6,10 @@ import json
 import pytest
 import torch
 
-from megatron.checkpoint.export import export_problem
+from megatron.checkpoint.huggingface_save import check_export, export_problem
 from megatron.checkpoint.settings import settings_to_take
 from megatron.config import parse_args
 from megatron.errors import ConfigError
-from megatron.training.run.setup import check_export
 from tests.helpers.hugging_face import make, random_model, save_tokenizer, tensors
 from tests.helpers.launching import launch
 

@@ -19,12 +19,11 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import Ledger
 from megatron.data.order import sample_order
 from megatron.data.stream import Opening, StreamDataset
-from megatron.data.tokenizer import Tokenizer
+from megatron.data.tokenizer import Tokenizer, load_tokenizer
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.metrics_file import read_records
 from megatron.training.run.resume_data import FormerData, FormerFiles
 from megatron.training.run.schedules import BatchSchedule, Progress, total_iterations
-from megatron.training.run.setup import load_tokenizer
 from megatron.training.run.step import skipped_until
 from megatron.training.run.stored import accepted, stored_progress, stored_settings
 from megatron_inspection.dataset import text_of

@@ -9,13 +9,14 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint.find import CheckpointChoice, find, read_tracker, required
+from megatron.checkpoint.find import CheckpointChoice, chosen_checkpoint, left_behind
 from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.config import Config
-from megatron.config.io import hugging_face_folder, is_same_folder
+from megatron.config.io import hugging_face_folder
 from megatron.data.history import is_history
 from megatron.data.interleave import MOST_POSITIONS
 from megatron.data.ledger import is_consumed
@@ -257,22 +258,7 @@ def check_save_folder(config: Config, topology: Topology, reporter: Reporter) ->
     continue, or to use another folder.
     """
     save = config.checkpoint.save
-    load = config.checkpoint.load
-    if not save or is_same_folder(load, save):
-        return
-
-    def look() -> int | None:
-        newest = read_tracker(save).iteration
-        origin = config.origin("save")
-        if newest is not None and origin not in ("command line", "argument"):
-            raise CheckpointError(
-                f"--save {save} ({origin}) has checkpoints up to iteration {newest}, which this "
-                f"start would not continue: give --load {save} to continue, or --save with another "
-                "folder"
-            )
-        return newest
-
-    if (newest := decided_by_first(topology, look)) is not None:
+    if (newest := decided_by_first(topology, partial(left_behind, config))) is not None:
         reporter.say(
             f" note: --save {save} has checkpoints up to iteration {newest}, which this start does "
             f"not continue and may replace: --load {save} continues"
@@ -291,19 +277,7 @@ def checkpoint_to_load(
     broken, or if there is none although --use-checkpoint-args or --exit-on-missing-checkpoint needs
     one.
     """
-    settings = config.checkpoint
-    if not settings.load or hugging_face_folder(settings.load) is not None:
-        return None
-    directory = settings.load
-
-    def look() -> CheckpointChoice:
-        choice = find(directory, settings.load_tag)
-        needed = settings.exit_on_missing_checkpoint or settings.use_checkpoint_args
-        if choice.rejected or needed:
-            required(directory, choice)
-        return choice
-
-    choice = decided_by_first(topology, look)
+    choice = decided_by_first(topology, partial(chosen_checkpoint, config))
     if reporter is not None:
         report_choice(choice, reporter.say, reporter.publish)
     return choice.folder

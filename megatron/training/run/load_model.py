@@ -82,6 +82,7 @@ def load_model(
     from megatron.checkpoint.huggingface_load import fill_shards
     from megatron.checkpoint.load import LoadedState, load_weights
     from megatron.checkpoint.tensors import MASTER, weights_to_load
+    from megatron.data.tokenizer import load_tokenizer
     from megatron.engine.optimizer_state import AVERAGE
     from megatron.model.gpt import build_chunks, layer_context
     from megatron.parallel.launch import Launch, select_device
@@ -89,7 +90,6 @@ def load_model(
     from megatron.parallel.sharding import sharding_of
     from megatron.parallel.topology import Topology
     from megatron.training.run.identity import file_digests, inputs
-    from megatron.training.run.setup import load_tokenizer
 
     if ema and hugging_face_folder(str(folder)) is not None:
         raise ConfigError(f"{folder} has one model and no average of its weights: remove --ema")

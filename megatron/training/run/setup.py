@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import re
 import sys
@@ -17,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.export import export_problem
 from megatron.checkpoint.find import iteration_of
 from megatron.checkpoint.memory_file import MemoryFile
 from megatron.checkpoint.settings import checkpoint_bytes
@@ -25,12 +23,12 @@ from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.config import Config
 from megatron.config.duration import duration_s
 from megatron.config.help_text import differences
-from megatron.config.io import hugging_face_folder, is_same_folder
+from megatron.config.io import is_same_folder
 from megatron.config.settings_file import render_settings, write_settings
 from megatron.data.datasets import ContinuedData, Datasets, Reading, build_datasets
 from megatron.data.file_lock import FolderClaim
 from megatron.data.fill_in_the_middle import FillInTheMiddle
-from megatron.data.tokenizer import LimitedTokenizer, Tokenizer, build_tokenizer
+from megatron.data.tokenizer import LimitedTokenizer, Tokenizer, with_tokenizer
 from megatron.engine.engine import Engine, build_executor
 from megatron.errors import (
     ConfigError,
@@ -507,24 +505,6 @@ def assemble(
     return run
 
 
-def with_tokenizer(config: Config) -> tuple[Config, Tokenizer | None]:
-    """Return `config` with the size of the vocabulary, and the tokenizer. Raises ConfigError."""
-    tokenizer = load_tokenizer(config)
-    if tokenizer is None:
-        return config, None
-    known = config.model.vocab_size
-    size = max(tokenizer.vocab_size, known or 0)
-    source = hugging_face_folder(config.checkpoint.load)
-    files = config.tokenizer.tokenizer_model
-    if files is not None and source is not None and known is not None and size > known:
-        raise ConfigError(
-            f"the tokenizer {files} has {size} ids, and the model in {source} has rows for "
-            f"{known}: add rows to the model (resize_token_embeddings() of transformers), or "
-            "remove the tokens that were added to the tokenizer"
-        )
-    return config.replace(vocab_size=size), tokenizer
-
-
 def build_data(
     config: Config,
     topology: Topology,
@@ -629,30 +609,10 @@ def describe_export(config: Config, topology: Topology, reporter: Reporter) -> N
     """Check --save-hf on rank 0 for all ranks, and print which parts it will not write."""
     if config.checkpoint.save_hf is None:
         return
+    from megatron.checkpoint.huggingface_save import check_export
+
     if note := decided_by_first(topology, partial(check_export, config)):
         reporter.say(f" note: --save-hf: {note}")
-
-
-def check_export(config: Config) -> str:
-    """Raise MegatronError at the start if --save-hf could not write the model at the end.
-
-    Returns a note on parts that it will not write; "" if there are none.
-    """
-    from megatron.checkpoint.huggingface_save import companions_of
-
-    if problem := export_problem(config.model, config.pieces):
-        raise ConfigError(f"--save-hf: {problem}")
-    folder = Path(config.checkpoint.save_hf or "")
-    if os.path.lexists(folder):
-        free = next(
-            name for n in itertools.count(2) if not os.path.lexists(name := f"{folder}-{n}")
-        )
-        raise ConfigError(
-            f"--save-hf {folder} ({config.origin('save_hf')}) exists; it may be the "
-            f"model that an earlier start of this run wrote: give --save-hf {free}, or rename "
-            f"or remove {folder}"
-        )
-    return companions_of(config).note
 
 
 def record_settings(config: Config, topology: Topology, reporter: Reporter, iteration: int) -> None:
@@ -766,23 +726,6 @@ def build_wall_time(
         )
     reporter.say(f" wall time: {ends}")
     return wall_time
-
-
-def load_tokenizer(config: Config) -> Tokenizer | None:
-    """Return the tokenizer that the flags specify; None if only a vocabulary size is given.
-
-    Raises ConfigError if neither is given.
-    """
-    if config.tokenizer.tokenizer_type is None:
-        if config.model.vocab_size is None:
-            raise ConfigError(
-                "the vocabulary size is unknown: give --tokenizer-type and its files, or "
-                "--vocab-size"
-            )
-        return None
-    return build_tokenizer(
-        **dataclasses.asdict(config.tokenizer), vocab_size=config.model.vocab_size
-    )
 
 
 def extended(
