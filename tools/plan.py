@@ -41,6 +41,7 @@ from megatron.planner.search.find import (
     search,
 )
 from megatron.planner.search.output import ChosenLayout, chosen_layout
+from megatron.planner.search.script import site_of
 from megatron.planner.search.space import LayoutSpace, make_config, usable_bytes
 from megatron.planner.table import Table
 from megatron.planner.timing import explain
@@ -183,6 +184,12 @@ def _add_output(out: argparse._ArgumentGroup) -> None:
         help="folder for table.csv, table.json, timeline.png, trace.json and job.sbatch "
         "(command.sh on machines other than Frontier and LUMI, and for a part of a node)",
     )
+    out.add_argument(
+        "--account",
+        metavar="NAME",
+        help="project for job.sbatch (default: SBATCH_ACCOUNT, or the one in the machine's "
+        "site.env). Its data are those of site.env, or of the flags after --",
+    )
     out.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
 
 
@@ -198,6 +205,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     check_torch()
     check_clock()
     restricted = [_restrict_to_layout(layout_search, text) for text in args.layout]
+    site = None
     if args.output is not None:
         if args.explain is not None or len(restricted) > 1:
             raise ConfigError(
@@ -205,6 +213,9 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
                 "each"
             )
         output.make_folder(args.output)
+        space = layout_search.space
+        worlds = (restricted or [layout_search])[0].space.worlds
+        site = site_of(space.cluster, worlds, space.base, args.account)
     print(_headline(layout_search), flush=True)
     results = list[SearchResult]()
     for each in restricted or [layout_search]:
@@ -238,9 +249,11 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         return EXIT_NOTHING_FITS
     if args.output is not None:
         for path in output.write_files(
-            args.output, layout_search, results[0], chosen, args.preset, args.tokens
+            args.output, layout_search, results[0], chosen, args.preset, args.tokens, site
         ):
             print(f"wrote {path}")
+        if site is not None and not site.python.exists():
+            print(f"note: {site.python} is missing: run examples/frontier/setup_env.sh")
     return 0
 
 

@@ -47,13 +47,3 @@ def checked(words: Sequence[str | Path], folder: Path, **environ: str) -> Checke
             return check([str(word) for word in words])
     finally:
         os.chdir(before)
-
-
-def accepted(script: Path, folder: Path, *words: str) -> CheckedJob:
-    """Check a script; fail the test for findings other than those of this machine and call."""
-    job = checked([script, "--mock-data", *words], folder)
-    # Room on this disk, an environment that is not packed, and a length that `words` may leave out.
-    assert problems_of(job) <= {("error", "saving"), ("warning", "script"), ("warning", "cost")}, (
-        job.findings
-    )
-    return job

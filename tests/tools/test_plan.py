@@ -26,7 +26,7 @@ from megatron.planner.search.space import LayoutSpace, make_config
 from megatron.planner.trace import NeedsTorch
 from tests.helpers.fault_points import on
 from tests.helpers.launching import Script
-from tests.helpers.preflight import accepted
+from tests.helpers.preflight import checked, problems_of
 from tools import plan, tune
 
 FRONTIER = load_cluster("frontier")
@@ -41,6 +41,13 @@ MODEL = (
 ).split()
 
 
+MOCK = [*MODEL, "--mock-data"]
+
+
+def output_to(folder):
+    return ["--output", str(folder), "--account", "abc123"]
+
+
 def call(capsys, *words, flags=MODEL):
     code = plan.main([*words, "--", *flags])
     captured = capsys.readouterr()
@@ -50,7 +57,8 @@ def call(capsys, *words, flags=MODEL):
 @pytest.mark.slow
 def test_tables_and_files(capsys, tmp_path):
     out = tmp_path / "plan"
-    code, text = call(capsys, *SMALL, "--tokens", "1e9", "--top", "3", "--output", str(out))
+    words = [*SMALL, "--tokens", "1e9", "--top", "3", *output_to(out)]
+    code, text = call(capsys, *words, flags=MOCK)
     assert code == 0, text
     rows = list(csv.DictReader((out / "table.csv").open()))
     assert len(rows) == 3 and [float(r["seconds_per_step"]) for r in rows] == sorted(
@@ -75,8 +83,8 @@ LAYOUT = "tp=2,pp=2,chunks=1,schedule=1f1b,mbs=1,sp=on,zero=1,overlap=off,recomp
 
 def test_a_layout_is_judged_alone(capsys, tmp_path):
     """A single layout is judged as in a run: full recomputation is of every layer, one by one."""
-    words = [*SMALL, "--layout", LAYOUT, "--output", str(tmp_path)]
-    code, text = call(capsys, *words, flags=[*MODEL, "--train-iters", "7"])
+    words = [*SMALL, "--layout", LAYOUT, *output_to(tmp_path)]
+    code, text = call(capsys, *words, flags=[*MOCK, "--train-iters", "7"])
     assert code == 0, text
     (row,) = csv.DictReader((tmp_path / "table.csv").open())
     assert (row["tp"], row["pp"], row["dp"], row["recompute"]) == ("2", "2", "2", "full:uniform:1")
@@ -86,14 +94,43 @@ def test_a_layout_is_judged_alone(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_planned_job_without_a_preset_passes_the_preflight(capsys, tmp_path):
-    """Length and learning rate were not given to the planner; GPT-3's of 350M parameters is 3e-4."""
-    code, text = call(capsys, *SMALL, "--layout", LAYOUT, "--output", str(tmp_path))
+@pytest.mark.parametrize(("cluster", "partition"), [("frontier", "batch"), ("lumi", "standard-g")])
+def test_a_written_job_passes_the_preflight_as_it_is(capsys, tmp_path, cluster, partition):
+    """Length and learning rate were not given to the planner; GPT-3's of 350M parameters is 3e-4.
+
+    Neither the project nor the site's file is known to the shell in which the job is checked.
+    """
+    words = [*SMALL, "--cluster", cluster, "--layout", LAYOUT, *output_to(tmp_path)]
+    code, text = call(capsys, *words, flags=MOCK)
     assert code == 0, text
-    job = accepted(tmp_path / "job.sbatch", tmp_path)
+    unknown = dict.fromkeys(("SBATCH_ACCOUNT", "SBATCH_PARTITION", "MEGATRON_ROOT"), "")
+    job = checked([tmp_path / "job.sbatch"], tmp_path, **unknown, SITE_CLUSTER=cluster)
+    # room on this disk, and an environment that is not packed
+    assert problems_of(job) <= {("error", "saving"), ("warning", "script")}, job.findings
     assert job.config is not None and job.config.optimizer.lr == 3e-4
+    assert job.config.parallel.cluster == job.cluster.name == cluster
+    assert (job.value("account"), job.value("partition")) == ("abc123", partition)
     text = (tmp_path / "job.sbatch").read_text()
     assert re.search(r"(?m)^# .*--lr", text) and job.config.batch.train_tokens
+
+
+def test_what_a_job_needs_is_asked_before_the_search(capsys, tmp_path, monkeypatch):
+    """A job needs a project and data, from flags, variables or the site's file."""
+    for name in ("SBATCH_ACCOUNT", "SITE_DATA", "SITE_VOCAB"):
+        monkeypatch.delenv(name, raising=False)
+    with monkeypatch.context() as searching:
+        searching.setattr(LayoutSearch, "rank", lambda *_: pytest.fail("it searched"))
+        code, text = call(capsys, *SMALL, "--output", str(tmp_path))
+        assert code == 2 and "--account" in text and "--data-path" in text
+        code, text = call(capsys, *SMALL, *output_to(tmp_path))
+        assert code == 2 and "--account" not in text and "--data-path" in text
+    site = {"SBATCH_ACCOUNT": "abc123", "SITE_DATA": "/my data", "SITE_VOCAB": "v.json"}
+    for name, value in site.items():
+        monkeypatch.setenv(name, value)
+    code, text = call(capsys, *SMALL, "--layout", LAYOUT, "--output", str(tmp_path))
+    assert code == 0, text
+    script = (tmp_path / "job.sbatch").read_text()
+    assert "--data-path '/my data'" in script and "--vocab-file v.json" in script
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import operator
 import re
-import shlex
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.config import Config, command_line_of
 from megatron.drawing import pyplot
 from megatron.errors import ConfigError
 from megatron.model import formulas
@@ -25,15 +22,15 @@ from megatron.planner.cluster import GIB, Cluster
 from megatron.planner.layout import DIMENSIONS, CandidateLayout, write_value
 from megatron.planner.progress import Progress
 from megatron.planner.search.find import LayoutSearch, SearchResult
+from megatron.planner.search.script import CHOOSE, JobSite, write_script
 from megatron.planner.search.space import Rejections
 from megatron.planner.table import Table
 from megatron.planner.timeline_plot import plot_timeline
 from megatron.planner.timing import COMPONENTS, Estimate, estimate
-from megatron.planner.trace import cached_sizes, sized
+from megatron.planner.trace import sized
 from megatron.untrusted import write_text
 
 _DAY = 86400.0
-_CHOOSE = "another --output folder"
 
 
 class ChosenLayout(NamedTuple):
@@ -268,10 +265,11 @@ def write_files(
     chosen: Sequence[ChosenLayout],
     preset: str | None,
     tokens: float | None,
+    site: JobSite | None,
 ) -> list[Path]:
     """Write the tables, and the best layout's plot, trace and job script; return their paths.
 
-    Raises ConfigError if a file cannot be written.
+    `site` is where the job runs, as returned by `site_of`. Raises ConfigError if a file cannot be written.
     """
     space = layout_search.space
     (layout, winner, record) = chosen[0]
@@ -297,138 +295,9 @@ def write_files(
     notes = [f"Predicted, not run: {predicted}.", space.write(layout)]
     plot_timeline(winner.run, folder / "timeline.png")
     return [
-        write_text(folder / "table.csv", rows.getvalue(), choose=_CHOOSE),
-        write_text(folder / "table.json", json.dumps(content, indent=1) + "\n", choose=_CHOOSE),
+        write_text(folder / "table.csv", rows.getvalue(), choose=CHOOSE),
+        write_text(folder / "table.json", json.dumps(content, indent=1) + "\n", choose=CHOOSE),
         folder / "timeline.png",
-        write_text(folder / "trace.json", trace_of(winner.run), choose=_CHOOSE),
-        write_script(folder, winner.config, preset, space.cluster, tokens, notes),
+        write_text(folder / "trace.json", trace_of(winner.run), choose=CHOOSE),
+        write_script(folder, winner.config, preset, space.cluster, tokens, notes, site),
     ]
-
-
-# -- the script ------------------------------------------------------------------------------------
-
-
-_TOKENS_FOR_EACH_PARAMETER = 20
-"""Default length of a run, in tokens per parameter (Hoffmann et al. 2022)."""
-
-
-_RATES = (
-    *((2.5e8, 6e-4), (5.5e8, 3e-4), (1e9, 2.5e-4), (2e9, 2e-4)),
-    *((5e9, 1.6e-4), (1e10, 1.2e-4), (5e10, 1e-4), (math.inf, 6e-5)),
-)
-"""Learning rates, each after the largest number of parameters that it is for (Brown et al. 2020,
-arXiv 2005.14165, table 2.1); the limits are between neighbouring models of the table, roughly at
-the geometric mean.
-"""
-
-
-_SITES = {"frontier": ("-C nvme", "--network=disable_rdzv_get"), "lumi": ()}
-"""Machines that the launch scripts support, with additional #SBATCH lines."""
-
-
-def _site_script(
-    flags: Sequence[str],
-    config: Config,
-    preset: str | None,
-    cluster: Cluster,
-    notes: Sequence[str],
-) -> str:
-    """Return a batch script that uses examples/frontier/job.sh, with these flags of `config`."""
-    site = f"examples/{cluster.name}/site.env"
-    nodes = config.parallel.world_size // cluster.devices_per_node
-    name = preset or "gpt"
-    model = preset or f"{config.model.num_layers} layers of width {config.model.hidden_size}"
-    hours, minutes = divmod(math.floor(60 * cluster.wall_limit_hours(nodes)), 60)
-    comments = "".join(f"# {note}\n" for note in notes)
-    more = "".join(f"#SBATCH {line}\n" for line in _SITES[cluster.name])
-    arguments = "\n".join(f"    {line}" for line in _by_flag(flags))
-    return f"""\
-#!/bin/bash
-# {model} on {nodes} node(s) of {cluster.name}, as chosen by tools/plan.py. In the repository:
-#     source {site} && sbatch FOLDER/job.sbatch [flags of pretrain_gpt.py, which override these]
-#     source {site} && python tools/preflight.py check FOLDER/job.sbatch
-{comments}#SBATCH -J {name}
-#SBATCH -N {nodes}
-#SBATCH -t {hours:02d}:{minutes:02d}:00
-{more}#SBATCH --ntasks-per-node={cluster.devices_per_node}
-#SBATCH -c {cluster.cpus_per_task}
-#SBATCH --signal=USR1@600
-#SBATCH --requeue
-#SBATCH --no-kill
-#SBATCH --open-mode=append
-#SBATCH -o %x-%j.out
-set -uo pipefail
-MODEL={name}
-PRESET='' # all settings are given below
-FLAGS=(
-{arguments}
-)
-for root in "${{MEGATRON_ROOT:-}}" "${{SLURM_SUBMIT_DIR:-}}" "$PWD"; do
-    [[ ! -f $root/examples/frontier/job.sh ]] || break
-done
-# shellcheck source=/dev/null
-source "$root/examples/frontier/job.sh" || {{ echo "source site.env first, then sbatch" >&2 && exit 2; }}
-train_job "${{FLAGS[@]}}" "$@"
-"""
-
-
-def _by_flag(words: Sequence[str]) -> list[str]:
-    """Return one line per flag, including its values."""
-    lines: list[list[str]] = []
-    for word in words:
-        if word.startswith("--"):
-            lines.append([])
-        lines[-1].append(word)
-    return [shlex.join(line) for line in lines]
-
-
-def write_script(
-    folder: Path,
-    config: Config,
-    preset: str | None,
-    cluster: Cluster,
-    tokens: float | None,
-    notes: list[str],
-) -> Path:
-    """Write job.sbatch, or command.sh if the launch scripts do not support the machine.
-
-    They do not support jobs on part of a node either. If no flag gives the length of the run, it is
-    `tokens`; if this is None, job.sbatch uses a fixed number of tokens per parameter. If no flag
-    gives the learning rate, job.sbatch uses GPT-3's for the model's size. Both choices are added to
-    `notes`. Raises ConfigError if the file cannot be written.
-    """
-    flags = [word for word in command_line_of(config) if not word.startswith("--world-size")]
-    flags += ["--distributed-backend", "gloo"] if cluster.device_type == "cpu" else []
-    devices = config.parallel.world_size
-    each = cluster.devices_per_node
-    on_site = cluster.name in _SITES and devices % each == 0
-    parameters = cached_sizes(config).parameters()
-    lengths = {"train_iters", "train_samples", "train_tokens"}
-    has_length = bool(lengths & config.explicit.keys())
-    if on_site and tokens is None and not has_length:
-        tokens = _TOKENS_FOR_EACH_PARAMETER * parameters
-        notes.append(
-            f"--train-tokens is {_TOKENS_FOR_EACH_PARAMETER} for each parameter, since no length "
-            "was given; the tables have days and node-hours for 1e9 tokens: choose your own"
-        )
-    if tokens is not None and not has_length:
-        flags += ["--train-tokens", str(int(tokens))]
-    if on_site and "lr" not in config.explicit:
-        rate = next(rate for most, rate in _RATES if parameters <= most)
-        flags += ["--lr", f"{rate:g}"]
-        notes.append(
-            f"--lr {rate:g} is GPT-3's for this size, since none was given: choose your own"
-        )
-    if on_site:
-        text = _site_script(flags, config, preset, cluster, notes)
-        return write_text(folder / "job.sbatch", text, choose=_CHOOSE)
-    nodes = -(-devices // each)
-    start = f"torchrun --nproc-per-node={devices}"
-    if nodes > 1:
-        start = f"srun -N {nodes} -n {devices} --ntasks-per-node={each} python"
-    lines = [
-        "#!/bin/bash",
-        *(f"# {note}" for note in notes),
-        f'{start} pretrain_gpt.py {shlex.join(flags)} "$@"',
-    ]
-    return write_text(folder / "command.sh", "\n".join(lines) + "\n", choose=_CHOOSE)
