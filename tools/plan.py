@@ -15,6 +15,7 @@ import dataclasses
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -49,7 +50,7 @@ from megatron.planner.trace import check_torch
 from megatron.training.run.process import as_tool
 
 EXIT_NOTHING_FITS = 3
-_WIDTH = 190  # columns that the table of layouts needs
+_LEAST_WIDTH = 60  # columns of a terminal
 
 EPILOG = """\
 A LAYOUT is a list such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective. Names and values:
@@ -216,7 +217,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         space = layout_search.space
         worlds = (restricted or [layout_search])[0].space.worlds
         site = site_of(space.cluster, worlds, space.base, args.account)
-    print(_headline(layout_search), flush=True)
+    _say(_headline(layout_search))
     results = list[SearchResult]()
     for each in restricted or [layout_search]:
         with SearchProgress() as progress:
@@ -374,8 +375,18 @@ def _numbers(text: str, flag: str) -> list[int]:
 # -- printing --------------------------------------------------------------------------------------
 
 
+def _width() -> int:
+    """Return the columns of the terminal; 80 if the output is no terminal."""
+    return max(_LEAST_WIDTH, shutil.get_terminal_size().columns)
+
+
+def _say(text: str) -> None:
+    """Print a text in lines that fit the terminal; a line of its own for words that do not."""
+    print(textwrap.fill(text, _width(), break_long_words=False, break_on_hyphens=False), flush=True)
+
+
 def _show(args: argparse.Namespace, shown: Sequence[Table]) -> None:
-    width = max(_WIDTH, shutil.get_terminal_size().columns)
+    width = _width()
     for table in shown:
         print(
             f"\n{table.title}\n\n{table.markdown()}" if args.markdown else f"\n{table.text(width)}"
@@ -422,12 +433,12 @@ def _show_winner(layout_search: LayoutSearch, first: ChosenLayout) -> None:
     cluster = layout_search.space.cluster
     confidence = first.estimate.confidence
     print(f"\nNumber 1: {layout_search.space.write(first.layout)}")
-    print(
+    _say(
         "Days and node-hours exclude start-up, evaluation, saving, failures and batch size ramp-up."
     )
-    print(f"Confidence: {confidence.worst} at worst; {confidence.describe()}")
+    _say(f"Confidence: {confidence.worst} at worst; {confidence.describe()}")
     if not confidence.by_basis["measured"]:
-        print(
+        _say(
             f"This code has not been measured on {cluster.device}: all figures are predictions. "
             "--explain shows their sources; tools/calibrate.py measures a machine."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import textwrap
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -310,7 +311,7 @@ def _describe(error: BaseException) -> str:
 
 EXIT_DOES_NOT_RUN = 3
 _LENGTHS = {"train_iters", "train_samples", "train_tokens"}
-_WIDTH = 120
+_WIDTH = 120  # columns, if the terminal has as many
 _ACROSS = 8  # kinds of ranks in one table
 
 
@@ -419,12 +420,13 @@ def _heading(config: Config, cluster: Cluster | None) -> str:
 
 def render(rehearsal: Rehearsal) -> str:
     """Render the memory of each kind of rank, assumptions, checks and problems."""
+    width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)
     tables = [
-        _table(rehearsal, rehearsal.ranks[first : first + _ACROSS]).text(_WIDTH)
+        _table(rehearsal, rehearsal.ranks[first : first + _ACROSS]).text(width)
         for first in range(0, len(rehearsal.ranks), _ACROSS)
     ]
     lines = [
-        textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False)
         for line in _foot(rehearsal)
     ]
     return "\n".join([*tables, *lines])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import operator
@@ -118,7 +119,9 @@ def layout_table(chosen: Sequence[ChosenLayout], tokens: float | None, *, papers
         if papers:
             row["TFLOP/s (paper)"] = _paper_tflops(predicted)
         rows.append(row)
-    return _numbered(f"layouts, with days and node-hours for {_number(tokens or 1e9)} tokens", rows)
+    title = f"layouts, with days and node-hours for {_number(tokens or 1e9)} tokens"
+    table = _numbered(title, rows)
+    return dataclasses.replace(table, split=table.columns.index("s/step"))
 
 
 def _paper_tflops(predicted: Estimate) -> str:
