@@ -44,7 +44,7 @@ class Table:
             return "\n".join([*lines, *self._lines(natural, _WIDE_GAP)])
         table, same = self._without_constants()
         if same:
-            words = "the same in all rows: " + ", ".join(same)
+            words = "the same in all rows: " + "; ".join(same)
             lines += textwrap.wrap(words, width, break_on_hyphens=False)
         for number, part in enumerate(table._parts(width)):
             lines += [""] * (number > 0)

@@ -146,12 +146,13 @@ def test_a_rejected_layout_ends_with_3(capsys, words, named):
 
 
 @pytest.mark.parametrize("words", [["--explain"], ["--layout", "tp=4", "--explain", "1"]], ids=len)
-def test_the_arithmetic_of_a_layout(capsys, words):
+def test_the_arithmetic_of_a_layout(capsys, monkeypatch, words):
     """The arithmetic of a layout is explained: sizes, and a layer's first product.
 
     1024 tokens of width 2048, after a gather over two devices, onto half of three times 2048
     columns.
     """
+    monkeypatch.setenv("COLUMNS", "200")  # so that nothing is wrapped
     code, text = call(capsys, *SMALL, "--layout", LAYOUT, *words)
     assert code == 0 and "TP 2 x PP 2 x DP 2" in text and "[2048, 2048] x [2048, 3072]" in text
 
