@@ -213,10 +213,10 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
                 "--output cannot be combined with --explain or with several --layout: run once for "
                 "each"
             )
-        output.make_folder(args.output)
         space = layout_search.space
         worlds = (restricted or [layout_search])[0].space.worlds
         site = site_of(space.cluster, worlds, space.base, args.account)
+        output.make_folder(args.output)
     _say(_headline(layout_search))
     results = list[SearchResult]()
     for each in restricted or [layout_search]:

@@ -210,6 +210,7 @@ def test_nothing_fits(capsys):
         ([*SMALL, "--explain", "99"], ["--explain 99"]),
         ([*SMALL, "--layout", LAYOUT, "--layout", "tp=4", "--output", "x"], ["--output"]),
         ([*SMALL, "--allow", "devices=0-1"], ["devices=0-1", "0 to 7"]),
+        ([*SMALL, "--output", "runs", "--account", "a; b"], ["a; b"]),
     ],
 )
 def test_mistakes(capsys, words, fragments):
@@ -227,7 +228,7 @@ def test_what_is_missing_is_found_before_the_search(capsys, tmp_path, monkeypatc
     space = ["--space", "paper-175b", "--cluster", "frontier", "--launcher", "slurm"]
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "matplotlib", None)
-        code, text = call(capsys, *SMALL, "--output", str(tmp_path))
+        code, text = call(capsys, *SMALL, *output_to(tmp_path), flags=MOCK)
         assert code == 2 and "matplotlib" in text
     planning = plan.main, [*SMALL, "--", *MODEL]
     tuning = tune.main, [*space, "--nodes", "16", "--dry-run", "--out", str(tmp_path)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -69,6 +70,10 @@ def site_of(
     variables = _variables(file, account)
     account = variables["SBATCH_ACCOUNT"]
     data = variables["SITE_DATA"]
+    if not re.fullmatch(r"[\w.-]*", account):
+        raise ConfigError(
+            f"--account {account!r}: give a name of letters, digits, '.', '_' and '-'"
+        )
     given = {*DATA, "mock_data"} & config.explicit.keys()
     missing = [] if account else ["a project: --account NAME"]
     if not given and not data:
