@@ -98,6 +98,11 @@ class PublishedRun:
         digest = hashlib.sha256(self.name.encode()).digest()
         return not self.known and int.from_bytes(digest[:8]) % 3 > 0
 
+    @property
+    def origin(self) -> str:
+        """The source without the place in it."""
+        return self.source.partition(",")[0].partition(" (")[0]
+
     def argv(self) -> list[str]:
         """Return the arguments for `parse_plan`."""
         kernels = KERNELS[self.kernels]

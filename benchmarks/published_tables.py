@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from megatron.config.command_line import parse_plan
 from megatron.model.formulas import paper_flops
 from megatron.planner.channels import Channels
 from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.evidence import Errors, kind_of_layout
 from megatron.planner.error_bars import Spread, spread, with_factors
 from megatron.planner.placement import Placement, choose_placement, with_dispatch
 from megatron.planner.published import MODELS, SEQ_LENGTH, VOCABULARY, Published
@@ -195,20 +195,6 @@ def predicted_run(run: PublishedRun) -> PredictedRun:
     return PredictedRun(run, estimate(run.config, run.cluster).seconds)
 
 
-def kind_of_layout(config: Config) -> str:
-    """Return the part of a layout that matters most for its time."""
-    parallel = config.parallel
-    if config.model.num_experts:
-        return "experts"
-    if parallel.context_parallel_size > 1:
-        return "context"
-    if parallel.pipeline_model_parallel_size > 1:
-        return "pipeline"
-    if config.engine.zero_stage > 1:
-        return "ZeRO 2 and 3"
-    return "tensor" if parallel.tensor_model_parallel_size > 1 else "data"
-
-
 def layout_words(config: Config) -> str:
     """Describe a layout in a few words, such as "TP 8 x PP 4, ZeRO 1, mbs 1"."""
     parallel = config.parallel
@@ -224,27 +210,6 @@ def layout_words(config: Config) -> str:
     parts += [f"{recompute} recompute"] if recompute else []
     experts = _experts(parallel).removeprefix(", ")
     return ", ".join([*parts, f"mbs {config.batch.micro_batch_size}", *filter(None, [experts])])
-
-
-class ErrorSummary(NamedTuple):
-    """Errors of several predictions: their number, the median, the ninth of ten, and the worst."""
-
-    count: int
-    median: float
-    ninth: float
-    worst: float
-
-    @property
-    def words(self) -> tuple[str, str, str, str]:
-        """Return the count and the errors in per cent."""
-        errors = self.median, self.ninth, self.worst
-        return (str(self.count), *(f"{100 * error:.1f} %" for error in errors))
-
-
-def error_summary(runs: Iterable[PredictedRun]) -> ErrorSummary:
-    errors = sorted(run.error for run in runs)
-    ninth = errors[math.ceil(0.9 * len(errors)) - 1]
-    return ErrorSummary(len(errors), statistics.median(errors), ninth, errors[-1])
 
 
 def run_table(title: str, runs: Iterable[PredictedRun]) -> Table:
@@ -270,8 +235,8 @@ def summary_table(title: str, runs: Sequence[PredictedRun], *, by_kind: bool) ->
     for one in runs:
         kind = (kind_of_layout(one.run.config),) * by_kind
         groups.setdefault((one.run.machine, *kind), []).append(one)
-    lines = [(*group, *error_summary(each).words) for group, each in sorted(groups.items())]
-    every = ("all", *("all",) * by_kind, *error_summary(runs).words)
+    lines = [(*group, *Errors.of(one.error for one in each).cells) for group, each in sorted(groups.items())]
+    every = ("all", *("all",) * by_kind, *Errors.of(one.error for one in runs).cells)
     heads = ("machine", *("kind",) * by_kind, "runs", "median error", "nine of ten within", "worst")
     return Table(title, heads, [*lines, every])
 
@@ -293,7 +258,7 @@ def orders(runs: Iterable[PredictedRun], spread: float) -> Orders:
     for one in runs:
         model = one.run.config.model
         sizes = model.num_layers, model.hidden_size, model.seq_length
-        groups.setdefault((one.run.source, one.run.machine, *sizes), []).append(one)
+        groups.setdefault((one.run.origin, one.run.machine, *sizes), []).append(one)
     wrong = []
     pairs = 0
     for group in groups.values():
@@ -314,8 +279,8 @@ def orders(runs: Iterable[PredictedRun], spread: float) -> Orders:
 def order_table(title: str, runs: Sequence[PredictedRun], spread: float) -> Table:
     """Tabulate by source how many pairs of its runs are predicted in the right order."""
     lines = []
-    for source in sorted({one.run.source for one in runs}):
-        compared = orders([one for one in runs if one.run.source == source], spread)
+    for source in sorted({one.run.origin for one in runs}):
+        compared = orders([one for one in runs if one.run.origin == source], spread)
         if compared.pairs:
             right = compared.pairs - len(compared.wrong)
             lines.append((source, str(compared.pairs), f"{100 * right / compared.pairs:.0f} %"))

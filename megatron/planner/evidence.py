@@ -1,0 +1,120 @@
+"""How far predictions were off for published runs of other codes, by machine and kind of layout.
+
+`python benchmarks/published.py --update docs/measured/published.md` writes `evidence.toml` as well.
+Irregular runs are not counted (benchmarks/published_runs.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.config import Config
+from megatron.planner.cluster import Cluster
+from megatron.untrusted import read_toml, write_text
+
+_FILE = Path(__file__).with_name("evidence.toml")
+_EVERY = "all"
+
+
+class Errors(NamedTuple):
+    """Errors of predicted seconds, as shares of the published ones.
+
+    runs    number of predictions
+    median  the median error
+    ninth   the error that nine of ten predictions do not exceed
+    worst   the largest error
+    """
+
+    runs: int
+    median: float
+    ninth: float
+    worst: float
+
+    @classmethod
+    def of(cls, errors: Iterable[float]) -> Errors:
+        ordered = sorted(errors)
+        ninth = ordered[math.ceil(0.9 * len(ordered)) - 1]
+        return cls(len(ordered), statistics.median(ordered), ninth, ordered[-1])
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """Return the number of runs, and the errors in per cent."""
+        errors = self.median, self.ninth, self.worst
+        return (str(self.runs), *(f"{100 * error:.1f} %" for error in errors))
+
+
+def kind_of_layout(config: Config) -> str:
+    """Return the part of a layout that matters most for the time of a step."""
+    parallel = config.parallel
+    if config.model.num_experts:
+        return "experts"
+    if parallel.context_parallel_size > 1:
+        return "context parallelism"
+    if parallel.pipeline_model_parallel_size > 1:
+        return "pipeline"
+    if config.engine.zero_stage > 1:
+        return "ZeRO 2 and 3"
+    return "tensor parallelism" if parallel.tensor_model_parallel_size > 1 else "data parallelism"
+
+
+def evidence_words(cluster: Cluster, config: Config) -> str:
+    """Describe how sure a prediction for this machine and kind of layout is."""
+    known = _evidence()
+    everywhere = known[_EVERY, _EVERY]
+    kind = kind_of_layout(config)
+    here = known.get((cluster.name, _EVERY))
+    alike = known.get((cluster.name, kind))
+    if here is None:
+        text = (
+            f"no published run on {cluster.name} was compared. On other machines predictions for "
+            f"{everywhere.runs} runs of other codes are off by {_words(everywhere)}"
+        )
+        alike = known.get((_EVERY, kind))
+    else:
+        text = (
+            f"predictions for {here.runs} published runs of other codes on {cluster.name} are off "
+            f"by {_words(here)}"
+        )
+    if alike is None:
+        return f"{text}; none of these layouts is of this kind ({kind})"
+    return f"{text}; layouts of this kind ({kind}) by {_words(alike)}"
+
+
+def _words(errors: Errors) -> str:
+    if errors.runs == 1:
+        return f"{errors.worst:.0%} (one run)"
+    ninth = f", {errors.ninth:.0%} for nine of ten" if errors.runs >= 10 else ""
+    return f"{errors.median:.0%} in the median{ninth}, {errors.worst:.0%} at worst"
+
+
+@functools.cache
+def _evidence() -> dict[tuple[str, str], Errors]:
+    """Map (machine, kind of layout), each or both "all", to the errors."""
+    tables = read_toml(_FILE, 1 << 16)
+    return {
+        (machine, kind): Errors(*row)
+        for machine, kinds in tables.items()
+        for kind, row in kinds.items()
+    }
+
+
+def write_evidence(errors: Mapping[tuple[str, str], Sequence[float]]) -> None:
+    """Write the file from errors by (machine, kind of layout)."""
+    groups: dict[str, dict[str, list[float]]] = {}
+    for (machine, kind), each in sorted(errors.items()):
+        for row in (machine, _EVERY):
+            for column in (kind, _EVERY):
+                groups.setdefault(row, {}).setdefault(column, []).extend(each)
+    lines = ["# Written by benchmarks/published.py --update: runs, and errors as shares."]
+    for machine, kinds in groups.items():
+        lines += ["", f"[{machine}]"]
+        for kind, each in kinds.items():
+            runs, *shares = Errors.of(each)
+            cells = ", ".join([str(runs), *(f"{share:.3f}" for share in shares)])
+            lines.append(f'"{kind}" = [{cells}]')
+    write_text(_FILE, "\n".join([*lines, ""]), choose="a writable checkout")
