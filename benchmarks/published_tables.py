@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from benchmarks.published_runs import PLAIN_ORDER, RUNS, PublishedRun
@@ -18,9 +18,11 @@ from megatron.config import Config, ParallelConfig
 from megatron.config.command_line import parse_plan
 from megatron.model.formulas import paper_flops
 from megatron.planner.channels import Channels
-from megatron.planner.cluster import Cluster, load_cluster
-from megatron.planner.evidence import Errors, kind_of_layout
+from megatron.planner.cluster import GIB, Cluster, load_cluster
+from megatron.planner.compute import is_rate
 from megatron.planner.error_bars import Spread, spread, with_factors
+from megatron.planner.evidence import Errors, kind_of_layout
+from megatron.planner.memory import memory_of_ranks
 from megatron.planner.placement import Placement, choose_placement, with_dispatch
 from megatron.planner.published import MODELS, SEQ_LENGTH, VOCABULARY, Published
 from megatron.planner.table import Table
@@ -191,6 +193,7 @@ class PredictedRun:
         return abs(self.ratio - 1)
 
 
+@functools.cache
 def predicted_run(run: PublishedRun) -> PredictedRun:
     return PredictedRun(run, estimate(run.config, run.cluster).seconds)
 
@@ -219,26 +222,37 @@ def run_table(title: str, runs: Iterable[PredictedRun]) -> Table:
             kind_of_layout(one.run.config),
             one.run.name,
             layout_words(one.run.config),
+            one.run.software,
             f"{one.run.seconds:.4g} s",
             f"{one.seconds:.4g} s",
-            f"{one.ratio:.2f}",
+            f"{one.ratio:.2f}{' (irregular)' if one.run.irregular else ''}",
         )
         for one in runs
     )
-    heads = ("kind", "run", "layout", "published", "predicted", "predicted / published")
+    heads = ("kind", "run", "layout", "software", "published", "predicted", "ratio")
     return Table(title, heads, lines)
 
 
-def summary_table(title: str, runs: Sequence[PredictedRun], *, by_kind: bool) -> Table:
-    """Summarize the errors of predictions by machine and, if asked, by kind of layout."""
-    groups: dict[tuple[str, ...], list[PredictedRun]] = {}
+def summary_table(title: str, runs: Sequence[PredictedRun], by: str) -> Table:
+    """Summarize the errors of predictions by "machine" or by "kind" of layout."""
+    groups: dict[str, list[float]] = {}
     for one in runs:
-        kind = (kind_of_layout(one.run.config),) * by_kind
-        groups.setdefault((one.run.machine, *kind), []).append(one)
-    lines = [(*group, *Errors.of(one.error for one in each).cells) for group, each in sorted(groups.items())]
-    every = ("all", *("all",) * by_kind, *Errors.of(one.error for one in runs).cells)
-    heads = ("machine", *("kind",) * by_kind, "runs", "median error", "nine of ten within", "worst")
+        group = one.run.machine if by == "machine" else kind_of_layout(one.run.config)
+        groups.setdefault(group, []).append(one.error)
+    lines = [(group, *Errors.of(errors).cells) for group, errors in sorted(groups.items())]
+    every = ("all", *Errors.of(one.error for one in runs).cells)
+    heads = (by, "runs", "median error", "nine of ten within", "worst")
     return Table(title, heads, [*lines, every])
+
+
+def errors_by_kind(runs: Iterable[PublishedRun]) -> dict[tuple[str, str], list[float]]:
+    """Return the errors of regular runs by machine and kind of layout."""
+    errors: dict[tuple[str, str], list[float]] = {}
+    for run in runs:
+        if not run.irregular:
+            key = run.machine, kind_of_layout(run.config)
+            errors.setdefault(key, []).append(predicted_run(run).error)
+    return errors
 
 
 class Orders(NamedTuple):
@@ -254,14 +268,9 @@ def orders(runs: Iterable[PredictedRun], spread: float) -> Orders:
     Only pairs are counted whose published speeds per token differ by more than `spread`, a share;
     a pair is wrong if the predicted speeds differ by more than this the other way.
     """
-    groups: dict[tuple[object, ...], list[PredictedRun]] = {}
-    for one in runs:
-        model = one.run.config.model
-        sizes = model.num_layers, model.hidden_size, model.seq_length
-        groups.setdefault((one.run.origin, one.run.machine, *sizes), []).append(one)
     wrong = []
     pairs = 0
-    for group in groups.values():
+    for group in _by_model(runs):
         for a, b in itertools.combinations(group, 2):
             published = _device_seconds(a, a.run.seconds) / _device_seconds(b, b.run.seconds)
             predicted = _device_seconds(a, a.seconds) / _device_seconds(b, b.seconds)
@@ -274,6 +283,77 @@ def orders(runs: Iterable[PredictedRun], spread: float) -> Orders:
             ) > math.log1p(least):
                 wrong.append((a.run.name, b.run.name, published, predicted))
     return Orders(pairs, tuple(wrong))
+
+
+def _by_model(runs: Iterable[PredictedRun]) -> list[list[PredictedRun]]:
+    """Group runs by source, machine and model, in the order in which they first appear."""
+    groups: dict[tuple[object, ...], list[PredictedRun]] = {}
+    for one in runs:
+        model = one.run.config.model
+        sizes = model.num_layers, model.hidden_size, model.seq_length
+        groups.setdefault((one.run.origin, one.run.machine, *sizes), []).append(one)
+    return list(groups.values())
+
+
+def gain_table(runs: Sequence[PredictedRun]) -> Table:
+    """Summarize the errors of predictions from more and more knowledge of a machine.
+
+    The first row has only a device's peaks and the links of a node (`assumed.toml` for the rest).
+    The last one corrects the predictions for a source's runs of a model on a machine by the factor
+    between the published and the predicted seconds of the one on the fewest devices, which is left
+    out.
+    """
+    of_peaks = [
+        PredictedRun(one.run, estimate(one.run.config, _of_peaks(one.run.cluster)).seconds)
+        for one in runs
+    ]
+    ordered = sorted(runs, key=lambda one: (one.run.devices, one.run.name))
+    series = [(first, others) for first, *others in _by_model(ordered)]
+    rest = [one for _, others in series for one in others]
+    corrected = [
+        PredictedRun(one.run, one.seconds / first.ratio)
+        for first, others in series
+        for one in others
+    ]
+    rows = (
+        ("peaks and links of a data sheet", of_peaks),
+        ("the machine's file", runs),
+        ("the same, without the first run of a model", rest),
+        ("corrected by the first run of the model", corrected),
+    )
+    heads = ("predicted from", "runs", "median error", "nine of ten within", "worst")
+    lines = [(name, *Errors.of(one.error for one in each).cells) for name, each in rows]
+    return Table("what measurements of one node add", heads, lines)
+
+
+def _of_peaks(cluster: Cluster) -> Cluster:
+    """Return the machine without figures of its devices' speed."""
+    figures = {
+        name: figure
+        for name, figure in cluster.compute.items()
+        if not is_rate(name) and name != "kernel_s"
+    }
+    return replace(cluster, compute=figures)
+
+
+def memory_table(runs: Iterable[PublishedRun]) -> Table:
+    """Tabulate the published peak memory of a device and that of the busiest predicted rank."""
+    lines = []
+    for run in runs:
+        if run.memory_gib is None or run.irregular:
+            continue
+        tensors = max(rank.total for rank in memory_of_ranks(run.config)) / GIB
+        lines.append(
+            (
+                run.memory_kind or "not stated",
+                run.name,
+                f"{run.memory_gib:.1f}",
+                f"{tensors:.1f}",
+                f"{tensors / run.memory_gib:.2f}",
+            )
+        )
+    heads = ("kind", "run", "published, GiB", "predicted, GiB", "predicted / published")
+    return Table("peak memory of a device", heads, sorted(lines))
 
 
 def order_table(title: str, runs: Sequence[PredictedRun], spread: float) -> Table:

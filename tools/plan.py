@@ -29,6 +29,7 @@ from megatron.config.option import MOST_PROCESSES, MOST_TOKENS, Parser, integer,
 from megatron.errors import ConfigError
 from megatron.pipeline.schedule import check_clock
 from megatron.planner.cluster import GIB, Cluster, known_clusters, load_cluster
+from megatron.planner.evidence import evidence_words
 from megatron.planner.layout import Restrictions, narrowed, parse_layout, write_value
 from megatron.planner.memory import HEADROOM
 from megatron.planner.placement import DISPATCHES
@@ -240,7 +241,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         _show(args, _tables(chosen, args))
         if not restricted:
             _show(args, _tables_of_search(layout_search, results[0]))
-        _show_winner(layout_search, chosen[0])
+        _show_winner(layout_search, chosen)
     _show(args, rejected)
     if rejected:
         if not any(
@@ -429,14 +430,21 @@ def _tables_of_search(layout_search: LayoutSearch, result: SearchResult) -> list
     ]
 
 
-def _show_winner(layout_search: LayoutSearch, first: ChosenLayout) -> None:
+def _show_winner(layout_search: LayoutSearch, chosen: Sequence[ChosenLayout]) -> None:
     cluster = layout_search.space.cluster
+    first = chosen[0]
     confidence = first.estimate.confidence
     print(f"\nNumber 1: {layout_search.space.write(first.layout)}")
+    noise = f"Steps of identical runs vary by {100 * first.estimate.run_variation:.1f} %"
+    alike = output.equal_to_first(chosen)
+    if len(alike) > 1:
+        noise += f", so numbers {', '.join(map(str, alike))} are equally fast"
+    _say(f"{noise}.")
     _say(
         "Days and node-hours exclude start-up, evaluation, saving, failures and batch size ramp-up."
     )
     _say(f"Confidence: {confidence.worst} at worst; {confidence.describe()}")
+    _say(f"Evidence: {evidence_words(cluster, first.estimate.config)}.")
     if not confidence.by_basis["measured"]:
         _say(
             f"This code has not been measured on {cluster.device}: all figures are predictions. "

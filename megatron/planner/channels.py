@@ -162,8 +162,8 @@ class Channels(FigureReader):
         """Return the share of their bandwidth that collectives over this many nodes keep."""
         if nodes == 1 or curve not in self.figures:
             return 1.0
-        points = sorted(self.take(curve).points)
-        return float(np.interp(math.log(nodes), *zip(*((math.log(n), s) for n, s in points))))
+        of_nodes, shares = zip(*sorted(self.take(curve).points), strict=True)
+        return float(np.interp(math.log(nodes), np.log(of_nodes), shares))
 
     def boundary(self, rank: int, other: int, n_bytes: float) -> tuple[float, float]:
         """Return the seconds for which a message occupies its link, and its latency after that.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.config import Config
+from megatron.errors import ConfigError
 from megatron.planner.cluster import Cluster
 from megatron.untrusted import read_toml, write_text
 
@@ -95,7 +96,7 @@ def _words(errors: Errors) -> str:
 @functools.cache
 def _evidence() -> dict[tuple[str, str], Errors]:
     """Map (machine, kind of layout), each or both "all", to the errors."""
-    tables = read_toml(_FILE, 1 << 16)
+    tables = read_toml(_FILE, 1 << 16, error=ConfigError)
     return {
         (machine, kind): Errors(*row)
         for machine, kinds in tables.items()

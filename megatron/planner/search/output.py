@@ -59,6 +59,7 @@ def chosen_layout(
         **{dimension.name: write_value(dimension.value(layout, each)) for dimension in DIMENSIONS},
         "dp": layout.replicas,
         "seconds_per_step": predicted.seconds,
+        "run_variation": predicted.run_variation,
         "mfu": predicted.mfu,
         "hfu": predicted.hfu,
         "tokens_per_day": _DAY * predicted.tokens_per_s,
@@ -69,6 +70,17 @@ def chosen_layout(
         **{f"{re.sub('[ -]', '_', name)}_s": predicted.breakdown[name] for name in COMPONENTS},
     }
     return ChosenLayout(layout, predicted, record)
+
+
+def equal_to_first(chosen: Sequence[ChosenLayout]) -> list[int]:
+    """List the numbers of the layouts whose speed differs from the first one's by no more than noise.
+
+    The noise is that of identical runs (run_variation).
+    """
+    most = chosen[0].estimate.tokens_per_s / (1 + chosen[0].estimate.run_variation)
+    return [
+        number for number, one in enumerate(chosen, start=1) if one.estimate.tokens_per_s >= most
+    ]
 
 
 # -- tables ----------------------------------------------------------------------------------------

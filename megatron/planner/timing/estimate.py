@@ -117,7 +117,13 @@ class Estimate:
         shares = (
             f"{name} {100 * s / self.seconds:.1f} %" for name, s in self.breakdown.items() if s
         )
-        return f"{self.seconds:.4g} s (predicted){mfu}: {', '.join(shares)}"
+        noise = f"+- {100 * self.run_variation:.1f} % between runs"
+        return f"{self.seconds:.4g} s (predicted; {noise}){mfu}: {', '.join(shares)}"
+
+    @property
+    def run_variation(self) -> float:
+        """Standard deviation of the step's seconds in identical runs, as a share."""
+        return self.cluster.figures["run_variation"].value
 
     @property
     def devices(self) -> int:
