@@ -65,7 +65,7 @@ def kind_of_layout(config: Config) -> str:
 
 def evidence_words(cluster: Cluster, config: Config) -> str:
     """Describe how sure a prediction for this machine and kind of layout is."""
-    known = _evidence()
+    known = evidence()
     everywhere = known[_EVERY, _EVERY]
     kind = kind_of_layout(config)
     here = known.get((cluster.name, _EVERY))
@@ -94,7 +94,7 @@ def _words(errors: Errors) -> str:
 
 
 @functools.cache
-def _evidence() -> dict[tuple[str, str], Errors]:
+def evidence() -> dict[tuple[str, str], Errors]:
     """Map (machine, kind of layout), each or both "all", to the errors."""
     tables = read_toml(_FILE, 1 << 16, error=ConfigError)
     return {
