@@ -43,7 +43,7 @@ class Errors(NamedTuple):
         return cls(len(ordered), statistics.median(ordered), ninth, ordered[-1])
 
     @property
-    def cells(self) -> tuple[str, str, str, str]:
+    def cells(self) -> tuple[str, ...]:
         """Return the number of runs, and the errors in per cent."""
         errors = self.median, self.ninth, self.worst
         return (str(self.runs), *(f"{100 * error:.1f} %" for error in errors))

@@ -204,7 +204,8 @@ def _points(
 ) -> Points:
     """Measure the device and messages; return points by figure on the first rank, none on others.
 
-    Compute times are means over the processes, and message times are maxima.
+    Compute times are means over the processes, and message times are maxima. The variation of GPUs
+    is that of the time of all products.
     """
     per_node = launch.local_world_size
     on_cpu = device.type == "cpu"
@@ -243,6 +244,11 @@ def _points(
         points.setdefault(task.figure, []).append(
             [*task.arguments, float(f"{task.value(value):.5g}")]
         )
+    if len(every) > 1 and not on_cpu:
+        products = [i for i, task in enumerate(tasks) if task.figure.startswith("products.")]
+        totals = [sum(of_rank[i] for i in products) for of_rank, _ in every if of_rank is not None]
+        variation = statistics.stdev(totals) / statistics.mean(totals)
+        points["device_variation"] = [[float(f"{variation:.3g}")]]
     return points
 
 
