@@ -71,10 +71,7 @@ class Facts:
 
     def find(self, key: str) -> Any:
         """Return the value under a key, or None."""
-        value: Any = self._tables
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        return value
+        return _find(self._tables, key)
 
     def take(self, key: str, kind: Any, default: Any = MISSING) -> Any:
         """Return the value under `key` as the type `kind`, or `default` if there is no value."""
@@ -111,26 +108,32 @@ class Facts:
             self.check_known(value, f"{key}.")
 
 
+def _find(tables: Mapping[str, Any], key: str) -> Any:
+    value: Any = tables
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
 def _read_with_includes(path: Path) -> dict[str, Any]:
     """Read a file, and complete it by the files of this package that its `include` names.
 
     A table is completed key by key, and any other value is taken as a whole from the last file that
-    has it; the file itself is the last. `include` is a list such as ["devices/mi250x"]. Each file
-    also covers the sources of its own figures: a value that replaces another one never keeps the
-    other's basis or source, because tables with a basis are replaced as a whole.
+    has it; the file itself is the last. `include` is a list such as ["devices/mi250x"]. A figure is
+    replaced as a whole, with its basis and range. Its source is that of the same file.
     """
     tables = read_toml(path, _MOST_BYTES, error=ConfigError)
     included = tables.pop("include", [])
     merged: dict[str, Any] = {}
     known = _files_to_include()
     for name in included if isinstance(included, list) else [included]:
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise ConfigError(
                 f"{path}: include: there is no file {reprlib.repr(name)}: choose from "
                 f"{', '.join(sorted(known))}"
             )
-        _merge(merged, _read_with_includes(known[name]))
-    _merge(merged, tables)
+        _put_over(merged, _read_with_includes(known[name]))
+    _put_over(merged, tables)
     return merged
 
 
@@ -140,6 +143,29 @@ def _files_to_include() -> dict[str, Path]:
         f"{folder}/{path.stem}": path
         for folder in ("devices", "clusters")
         for path in CLUSTERS.with_name(folder).glob("*.toml")
+    }
+
+
+def _put_over(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+    """Put a file over those that it includes. Each figure keeps the source that its file names."""
+    expected = {**_sources_by_figure(below), **_sources_by_figure(above)}
+    _merge(below, above)
+    sources = below.get("sources")
+    if not isinstance(sources, dict):
+        return
+    for figure, source in expected.items():
+        if source_of(sources, figure) != source:
+            sources[_source_key(figure)] = source
+
+
+def _sources_by_figure(tables: Mapping[str, Any]) -> dict[str, str]:
+    """Return the source of each figure of these tables by its name; "" for one without a source."""
+    sources = tables.get("sources")
+    known = sources if isinstance(sources, dict) else {}
+    return {
+        name: source_of(known, name)
+        for name in COLUMNS
+        if _find(tables, f"compute.{name}") is not None
     }
 
 
@@ -459,11 +485,16 @@ def _figures(facts: Facts, sources: Mapping[str, str]) -> dict[str, Figure]:
         source = source_of(sources, name)
         if not source:
             raise facts.error(
-                f"sources.{key.replace('.', '_')}",
+                f"sources.{_source_key(name)}",
                 f"missing: expected a text that names the source of {key}",
             )
         figures[name] = Figure(name, points, basis, source, low, high)
     return figures
+
+
+def _source_key(figure: str) -> str:
+    """Return the longest key of [sources] for a figure."""
+    return f"compute.{figure}".replace(".", "_")
 
 
 def source_of(sources: Mapping[str, str], figure: str) -> str:
@@ -471,7 +502,7 @@ def source_of(sources: Mapping[str, str], figure: str) -> str:
 
     The key is compute_NAME, with underscores for dots; a prefix consists of whole words.
     """
-    words = f"compute.{figure}".replace(".", "_").split("_")
+    words = _source_key(figure).split("_")
     names = ("_".join(words[:count]) for count in range(len(words), 0, -1))
     return next((sources[known] for known in names if known in sources), "")
 
@@ -501,7 +532,7 @@ def write_cluster(cluster: Cluster, path: Path, heading: str = "") -> None:
             facts["range"] = figure.low, figure.high
         tables[f"compute.{name}"] = facts
         if source_of(sources, name) != figure.source:
-            sources[f"compute_{name.replace('.', '_')}"] = figure.source
+            sources[_source_key(name)] = figure.source
     tables["sources"] = {**sources}
     for name, values in tables.items():
         lines += ["", f"[{name}]"] if name else []

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.planner.cluster import CLUSTERS, load_cluster
+from megatron.planner.cluster import known_clusters, load_cluster, write_cluster
+from megatron.planner.compute import MEASURED, Figure
 from megatron.planner.timing import estimate
 from tests.planner.timing.configs import run
 
@@ -70,7 +71,8 @@ def test_no_such_job(nodes, partition, qos, message):
         FRONTIER.wall_limit_hours(nodes, partition, qos)
 
 
-COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
+COPY = '[compute.memory.copy]\nvalue = 1250.0\nbasis = "published"\nrange = [0.8, 1.05]'
+NARROW = "[0, 2, 50.0], [1, 3, 50.0], [4, 6, 50.0], [5, 7, 50.0], [1, 5, 50.0], [3, 7, 50.0],"
 
 
 @pytest.mark.parametrize(
@@ -83,23 +85,15 @@ COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
         ("local_order = [4, 5,", "local_order = [4, 4,", "local_order"),
         ("neighbour_gb_per_s = 4.0", "neighbour_gb_per_s = 0.0", "bands.*neighbour_gb_per_s"),
         ("nodes = 9472", "nodes = 9472\nshared_coers = 2", "shared_coers"),
-        (
-            "[0, 2, 50.0], [1, 3, 50.0], [4, 6, 50.0], [5, 7, 50.0], [1, 5, 50.0], [3, 7, 50.0],",
-            "",
-            "links",
-        ),
-        (COPY, 'copy = { value = 1250.0, basis = "guessed" }', "memory.copy.basis"),
-        (
-            "update_gb_per_s = { value = 1000.0",
-            "update_gb_per_s = { value = 0",
-            "update_gb_per_s.value",
-        ),
-        (COPY, 'copy = { points = [[1.0]], basis = "published" }', "memory.copy.points"),
+        (NARROW.replace(" [", "\n    ["), "", "links"),
+        (COPY, COPY.replace("published", "guessed"), "memory.copy.basis"),
+        ("value = 1000.0", "value = 0", "update_gb_per_s.value"),
+        (COPY, COPY.replace("value = 1250.0", "points = [[1.0]]"), "memory.copy.points"),
         (COPY, COPY.replace("copy", "coppy"), "memory.coppy"),
-        (COPY, COPY.replace("0.80, 1.05", "1.1, 1.2"), "memory.copy.range"),
-        ("[4096, 4096, 4096, 101.5]", "[4096, 4096, 101.5]", "products.float16.points"),
+        (COPY, COPY.replace("0.8, 1.05", "1.1, 1.2"), "memory.copy.range"),
+        ("[4096.0, 4096.0, 4096.0, 101.5]", "[4096, 4096, 101.5]", "products.float16.points"),
         ("nodes = 9472", 'nodes = 9472\nshared_cores = "two"', "shared_cores"),
-        ('name = "MI250X GCD"', 'name = "MI250X GCD"\ntype = "gpu"', "device.type.*'gpu'"),
+        ('type = "cuda"', 'type = "gpu"', "device.type.*'gpu'"),
         ("nodes = 9472", f"nodes = {'[' * 5000}{']' * 5000}", "machine.toml"),
         ("memory_gib = 64.0", f"memory_gib = {'9' * 400}", "device.memory_gib"),
         (
@@ -110,16 +104,91 @@ COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
         ("neighbour_gb_per_s = 4.0", 'neighbour_gb_per_s = "fast"', "bands"),
         ("[1, 2, 129.0]", "[0, 2, 129.0]", "collectives.gb_per_s"),
         ("[1, 2, 129.0]", "[]", "collectives.gb_per_s"),
+        ('name = "frontier"', 'include = "frontier"\nname = "frontier"', "include.*'frontier'"),
+        ('name = "frontier"', 'include = [["lumi"]]\nname = "frontier"', "include.*'lumi'"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(tmp_path, old, new, named):
-    text = (CLUSTERS / "frontier.toml").read_text()
-    assert old in text
     path = tmp_path / "machine.toml"
+    write_cluster(FRONTIER, path)
+    text = path.read_text()
+    assert old in text
     path.write_text(text.replace(old, new, 1))
     with pytest.raises(ConfigError, match=named) as caught:
         load_cluster(path)
     assert str(path) in str(caught.value)
+
+
+# -- files that include others ---------------------------------------------------------------------
+
+FASTER = """
+include = ["clusters/lumi", "devices/mi300a"]
+nodes = 5
+
+[device]
+memory_gib = 32.0
+
+[compute.products.bfloat16]
+points = [[2048, 2048, 2048, 80.0]]
+basis = "measured"
+
+[compute.memory]
+norm = { value = 1000.0, basis = "assumed" }
+
+[sources]
+compute_products = "measured: here"
+compute_memory = "assumed: a guess"
+"""
+
+
+def test_a_file_over_those_that_it_includes(tmp_path):
+    """Tables are merged key by key, and the last file that has a value decides.
+
+    A figure is replaced as a whole, with its range, basis and source.
+    """
+    path = tmp_path / "machine.toml"
+    path.write_text(FASTER)
+    made = load_cluster(path)
+    lumi = load_cluster("lumi")
+    mi300a = load_cluster("mi300a")
+    assert (made.nodes, made.memory_gib, made.name, made.device) == (5, 32.0, "lumi", mi300a.device)
+    assert made.devices_per_node == 8 and made.links == FRONTIER.links
+    assert made.peak_tflops == {**lumi.peak_tflops, **mi300a.peak_tflops}
+    assert made.wall_limits == lumi.wall_limits != FRONTIER.wall_limits
+    products = made.compute["products.bfloat16"]
+    assert products == Figure(
+        "products.bfloat16", ((2048.0, 2048.0, 2048.0, 80.0),), MEASURED, "measured: here"
+    )
+    assert made.compute["memory.norm"].source == "assumed: a guess"
+    for name in ("memory.copy", "products.float16", "kernel_s"):
+        assert made.compute[name] == mi300a.compute[name] != lumi.compute[name]
+    assert made.compute["hop_within_s"] == lumi.compute["hop_within_s"]
+
+
+def test_a_figure_does_not_take_the_source_of_the_one_that_it_replaces(tmp_path):
+    path = tmp_path / "machine.toml"
+    path.write_text(FASTER.replace('compute_products = "measured: here"\n', ""))
+    with pytest.raises(ConfigError, match=r"machine.toml.*compute_products_bfloat16"):
+        load_cluster(path)
+
+
+# -- the machines of this package ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", known_clusters())
+def test_products_of_each_machine_are_below_its_peak(name):
+    """Clocks and power leave no device more than 95 % of its peak in 16 bits, 99 % in fp32."""
+    machine = load_cluster(name)
+    products = {
+        key.removeprefix("products."): figure
+        for key, figure in machine.compute.items()
+        if key.startswith("products.")
+    }
+    assert products
+    for dtype, figure in products.items():
+        assert figure.source
+        most = 0.99 if dtype == "float32" else 0.95
+        assert max(rate for *_, rate in figure.points) <= most * machine.peak_tflops[dtype]
 
 
 def test_the_measured_example_plans():

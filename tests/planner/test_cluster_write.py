@@ -15,6 +15,7 @@ from megatron.planner.compute import BASES, COLUMNS, SCALARS, Figure
 LUMI = load_cluster("lumi")
 texts = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=20)
 numbers = st.floats(1e-9, 1e12)
+RATES = "update_gb_per_s", "speed_beside_messages"  # single figures that are not 0
 
 
 @st.composite
@@ -22,7 +23,7 @@ def figures(draw):
     name = draw(st.sampled_from(sorted(COLUMNS)))
     width = COLUMNS[name]
     if name in SCALARS:
-        least = numbers if name == "update_gb_per_s" else st.one_of(st.just(0.0), numbers)
+        least = numbers if name in RATES else st.one_of(st.just(0.0), numbers)
         points = ((draw(least),),)
     else:
         points = tuple(draw(st.lists(st.tuples(*[numbers] * width), min_size=1, max_size=4)))
