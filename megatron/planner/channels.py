@@ -162,8 +162,9 @@ class Channels(FigureReader):
         """Return the share of their bandwidth that collectives over this many nodes keep."""
         if nodes == 1 or curve not in self.figures:
             return 1.0
-        of_nodes, shares = zip(*sorted(self.take(curve).points), strict=True)
-        return float(np.interp(math.log(nodes), np.log(of_nodes), shares))
+        known, shares = zip(*sorted(self.take(curve).points), strict=True)
+        # The range of a figure may reach beyond the whole bandwidth.
+        return min(1.0, float(np.interp(math.log(nodes), np.log(known), shares)))
 
     def boundary(self, rank: int, other: int, n_bytes: float) -> tuple[float, float]:
         """Return the seconds for which a message occupies its link, and its latency after that.

@@ -75,8 +75,8 @@ ATTENTIONS = ("cudnn", "flash1", "flash3", "triton")
 SCALARS = (
     "kernel_s update_gb_per_s layer_overhead_s layer_forward_overhead_s layer_backward_overhead_s "
     "instruction_overhead_s step_overhead_s launch_s collective_start_s hop_within_s hop_between_s "
-    "ring_hop_between_s message_within_s message_between_s speed_beside_messages device_variation pass_variation "
-    "run_variation"
+    "ring_hop_between_s message_within_s message_between_s speed_beside_messages device_variation "
+    "pass_variation run_variation"
 ).split()
 
 COLUMNS: dict[str, int] = {

@@ -2,8 +2,10 @@
 
 **Matrix products.** The size of a product of [m, k] and [k, n] is e = 3 / (1/m + 1/n + 1/k), the
 side of the cube with the same number of operations per matrix element: 2 m n k operations on
-m n + m k + n k elements are 2 e / 3 per element, the arithmetic intensity of a roofline. Between
-points, 1 / rate is linear in 1 / e, so that
+m n + m k + n k elements are 2 e / 3 per element, the arithmetic intensity of a roofline. A product
+takes as long as the shortest kernel (kernel_s), and in addition the time of its operations, but on
+a GPU at least that of reading and writing its elements once. The seconds of points include
+kernel_s; the rates below are those of the rest. Between points, 1 / rate is linear in 1 / e, so that
 
     seconds = a * operations + b * elements
 
@@ -81,13 +83,15 @@ class DeviceRates(FigureReader):
         self.step_overhead_s = self.take("step_overhead_s").value
         self._alone = cluster.device_type == "cpu"
         self.launch_s = 0.0 if graphs or self._alone else self.take("launch_s").value
-        self.speed_beside_messages = 1.0
-        if not self._alone:
-            self.speed_beside_messages = min(1.0, self.take("speed_beside_messages").value)
         self._kernel_s = self.take("kernel_s").value
         products = self.take(f"products.{dtype}")
         self._product_times_law = _product_times(products, self._peak, self._kernel_s)
         self._bytes = 4 if dtype == "float32" else 2
+
+    @functools.cached_property
+    def speed_beside_messages(self) -> float:
+        """Share of its speed that a computation keeps while messages are in flight."""
+        return 1.0 if self._alone else min(1.0, self.take("speed_beside_messages").value)
 
     def slowdown_of_slowest(self, devices: int, micro_batches: int) -> float:
         """Return the expected share by which the slowest of these devices is slower than the mean.

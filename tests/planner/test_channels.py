@@ -1,5 +1,6 @@
 """Seconds of messages and collectives: by hand, and replica by replica."""
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -134,24 +135,67 @@ def channels_of(config, cluster=FRONTIER):
 
 
 def test_latency_of_rings_and_trees():
-    """Latency is the time at zero bytes: the start and the steps, as NCCL counts them."""
+    """Latency is the time at zero bytes: the start and the steps, as NCCL counts them.
+
+    A ring's steps between nodes have a latency of their own.
+    """
     channels = channels_of(made(8, 1, 4))  # data-parallel groups: 4 ranks on 4 nodes
     start = 10e-6
     within = 3.6e-6
     between = 19.8e-6
+    ring = 100e-6
     assert channels.seconds("all_gather", 0) == pytest.approx(start + 7 * within)
     assert channels.seconds("all_reduce", 0) == pytest.approx(start + 14 * within)
-    assert channels.seconds("reduce_scatter", 0, "data") == pytest.approx(start + 3 * between)
+    assert channels.seconds("reduce_scatter", 0, "data") == pytest.approx(start + 3 * ring)
     # A tree of 4 nodes is 2 deep.
     assert channels.seconds("all_reduce", 0, "data") == pytest.approx(start + 4 * between)
     # Two replicas on each of 8 nodes.
     channels = Channels(made(4, 16, 16), FRONTIER, naive_placement(made(4, 16, 16), FRONTIER))
-    assert channels.seconds("all_gather", 0, "data") == pytest.approx(
-        start + 8 * within + 7 * between
-    )
+    assert channels.seconds("all_gather", 0, "data") == pytest.approx(start + 8 * within + 7 * ring)
     assert channels.seconds("all_reduce", 0, "data") == pytest.approx(
         start + 2 * (within + 3 * between)
     )
+
+
+def test_a_ring_without_a_latency_of_its_own_has_that_of_a_tree():
+    figures = {k: v for k, v in FRONTIER.compute.items() if k != "ring_hop_between_s"}
+    machine = dataclasses.replace(FRONTIER, compute=figures)
+    channels = channels_of(made(8, 1, 4), machine)
+    assert channels.seconds("all_gather", 0, "data") == pytest.approx(10e-6 + 3 * 19.8e-6)
+
+
+def of_bytes(config, figure, kind, group):
+    """Return the seconds of the bytes of a collective on Frontier with a curve of shares."""
+    cluster = FRONTIER.with_figures([figure])
+    channels = Channels(config, cluster, naive_placement(config, FRONTIER))
+    return channels.seconds(kind, 1e9, group) - channels.seconds(kind, 0, group)
+
+
+@pytest.mark.parametrize(("nodes", "share"), [(4, 0.8), (8, 0.6), (16, 0.4), (32, 0.4)])
+def test_groups_over_many_nodes_keep_a_share_of_their_bandwidth(nodes, share):
+    """Shares are linear over the logarithm of the nodes, and constant beyond the points.
+
+    They hold for the bytes, and not within nodes. All-to-alls have their own.
+    """
+    config = made(8, 1, nodes)
+    whole = Figure("bandwidth_by_nodes", ((2.0, 1.0),), MEASURED, "a test")
+    curve = Figure("bandwidth_by_nodes", ((16.0, 0.4), (4.0, 0.8)), MEASURED, "a test")
+    for kind in ("all_reduce", "reduce_scatter"):
+        expected = of_bytes(config, whole, kind, "data") / share
+        assert of_bytes(config, curve, kind, "data") == pytest.approx(expected)
+        within = of_bytes(config, whole, kind, "tensor")
+        assert of_bytes(config, curve, kind, "tensor") == within
+    experts = "--num-experts 64 --expert-model-parallel-size"
+    config = made(1, 1, 8 * nodes, more=f"{experts} {min(64, 8 * nodes)}")
+    over = min(8, nodes)
+    assert channels_of(config).lanes["expert"].nodes == over
+    exchange = of_bytes(config, whole, "all_to_all", "expert")
+    assert of_bytes(config, curve, "all_to_all", "expert") == exchange
+    # the range of a share may reach beyond the whole bandwidth
+    for value, factor in ((0.25, 4.0), (1.5, 1.0)):
+        figure = Figure("exchange_by_nodes", ((over, value),), MEASURED, "a test")
+        expected = pytest.approx(factor * exchange)
+        assert of_bytes(config, figure, "all_to_all", "expert") == expected
 
 
 def test_a_group_of_one_sends_nothing():
@@ -239,5 +283,5 @@ def test_all_reduces_of_a_whole_dgx_node_as_published():
             bus, rel=2e-3
         )
     assert channels.seconds("all_gather", 1 << 26) == pytest.approx(
-        8.4e-6 + 7 * 3.4e-6 + 7 / 8 * (1 << 26) / 370e9
+        8.4e-6 + 7 * 3.4e-6 + 7 / 8 * (1 << 26) / 365e9
     )

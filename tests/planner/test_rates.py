@@ -26,13 +26,15 @@ def tflops(rates, m, n, k):
     return 2.0 * m * n * k / rates.product_s(m, n, k) / 1e12
 
 
-def with_products(points, peak=200.0):
-    """Return a machine of which only these products are known."""
-    compute = {
-        "products.float16": Figure("products.float16", points, MEASURED, "a test"),
-        "kernel_s": Figure("kernel_s", ((0.0,),), MEASURED, "a test"),
-    }
-    return DeviceRates(replace(FRONTIER, compute=compute, peak_tflops={"float16": peak}), "float16")
+def with_products(points, peak=200.0, kernel_s=0.0, gb_per_s=1e9, **more):
+    """Return a machine of which only these products are known; nothing else takes their time."""
+    figures = [
+        Figure("products.float16", points, MEASURED, "a test"),
+        Figure("kernel_s", ((kernel_s,),), MEASURED, "a test"),
+        Figure("memory.copy", ((1.0, gb_per_s),), MEASURED, "a test"),
+    ]
+    machine = replace(FRONTIER, compute={}, peak_tflops={"float16": peak}, **more)
+    return DeviceRates(machine.with_figures(figures), "float16")
 
 
 # -- every figure and where it is from -------------------------------------------------------------
@@ -41,6 +43,7 @@ def with_products(points, peak=200.0):
 @pytest.mark.parametrize("name", known_clusters())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_measured_rates_of_attention_come_out_as_they_were_put_in(name, dtype):
+    """Rates that fall as sequences grow, as on A100 by 2 %, are averaged with their neighbours."""
     cluster = load_cluster(name)
     rates = DeviceRates(cluster, dtype)
     for backward in (False, True):
@@ -48,10 +51,16 @@ def test_measured_rates_of_attention_come_out_as_they_were_put_in(name, dtype):
         for seq, head, rate in figure.points:
             operations = (5.0 if backward else 2.0) * 16 * 8 * seq * seq * head
             seconds = rates.attention_s(Attention(8, 16, int(seq), int(head), backward=backward))
-            assert operations / seconds / 1e12 == pytest.approx(rate)
+            falls = max(r for s, d, r in figure.points if d == head and s <= seq) / rate - 1
+            rises = rate / min(r for s, d, r in figure.points if d == head and s >= seq) - 1
+            most = max(falls, rises, 1e-6)
+            assert operations / seconds / 1e12 == pytest.approx(rate, rel=most)
 
 
 # -- products between the points -------------------------------------------------------------------
+
+
+CUBES = {4096.0: 101.5, 8192.0: 106.5}
 
 
 def test_between_two_points_time_is_arithmetic_and_traffic():
@@ -59,13 +68,10 @@ def test_between_two_points_time_is_arithmetic_and_traffic():
 
     Any shape between them follows, however long its sides.
     """
-    sides = (4096.0, 8192.0)
-    system = np.array([[2 * s**3, 3 * s**2] for s in sides])
-    seconds = np.array(
-        [2 * s**3 / (rate * 1e12) for s, rate in zip(sides, (101.5, 106.5), strict=True)]
-    )
+    system = np.array([[2 * s**3, 3 * s**2] for s in CUBES])
+    seconds = np.array([2 * s**3 / (rate * 1e12) for s, rate in CUBES.items()])
     operation, element = np.linalg.solve(system, seconds)
-    rates = DeviceRates(FRONTIER, "float16")
+    rates = with_products(tuple((s, s, s, rate) for s, rate in CUBES.items()))
     for m, n, k in (
         (2048, 36864, 12288),
         (4096, 4096, 16384),
@@ -74,33 +80,58 @@ def test_between_two_points_time_is_arithmetic_and_traffic():
         (700, 90, 99),
     ):
         expected = operation * 2 * m * n * k + element * (m * n + m * k + n * k)
-        assert rates.product_s(m, n, k) == pytest.approx(max(6e-6, expected))
+        assert rates.product_s(m, n, k) == pytest.approx(expected)
     # Large products approach the best rate of all shapes, 115.3, which was not used to fit.
     assert 106.5 < tflops(rates, 1 << 17, 1 << 17, 1 << 17) < 115.3
 
 
+def test_a_product_takes_a_kernel_its_operations_and_at_least_the_time_of_its_bytes():
+    """The seconds of points include that of a kernel, which does not grow with the product.
+
+    A product of one row has two operations and two bytes for each weight. On a CPU the rates hold.
+    """
+    start = 50e-6
+    flat = 100.0  # of operations alone
+
+    def seconds(side):
+        return start + 2 * side**3 / (flat * 1e12)
+
+    points = [(s, s, s, 2 * s**3 / seconds(s) / 1e12) for s in (512.0, 1024.0, 2048.0, 4096.0)]
+    fastest = (32768.0, 32768.0, 32768.0, flat)
+    rates = with_products((*points, fastest), kernel_s=start, gb_per_s=1000.0)
+    for m, n, k, rate in points:
+        assert tflops(rates, int(m), int(n), int(k)) == pytest.approx(rate)
+    assert tflops(rates, 32768, 32768, 32768) == pytest.approx(flat, rel=1e-4)
+    assert rates.product_s(700, 5000, 3000) == pytest.approx(start + 2 * 700 * 15e6 / 1e14)
+    batched = rates.product_s(512, 512, 512, batch=100) - start
+    assert batched == pytest.approx(100 * (seconds(512) - start))
+    row = rates.product_s(1, 8192, 8192)
+    assert row == pytest.approx(start + 2 * (8192**2 + 2 * 8192) / 1e12)
+    cpu = with_products((fastest,), gb_per_s=1000.0, device_type="cpu")
+    assert cpu.product_s(1, 8192, 8192) == pytest.approx(2 * 8192**2 / 1e14)
+
+
 @pytest.mark.parametrize(
-    ("m", "n", "k", "published"),
+    ("m", "n", "k", "published", "least"),
     [
-        (128, 12288, 5376, 352.6),
-        (128, 6144, 4096, 307.9),
-        (256, 6144, 4096, 544.3),
-        (2048, 2048, 13312, 794.5),
-        (6144, 2816, 17920, 792.1),
+        (128, 12288, 5376, 352.6, 0.65),
+        (128, 6144, 4096, 307.9, 0.65),
+        (256, 6144, 4096, 544.3, 0.65),
+        (2048, 2048, 13312, 794.5, 0.8),
+        (6144, 2816, 17920, 792.1, 0.8),
     ],
 )
-def test_published_products_that_the_points_of_a_dgx_do_not_have(m, n, k, published):
-    """Published rates of H100 products in bf16 that the measured points of a DGX lack.
+def test_published_products_that_the_points_of_a_dgx_do_not_have(m, n, k, published, least):
+    """Published rates of H100 products in bf16 that the points of a DGX lack, in short runs.
 
     The sources are torch's in vLLM's benchmarks (pull requests 49363 and 17126) and the best shapes
     of ml-engineering.
 
-    The law rests on cubes of 2048 and more; these products are flat, long, and down to a sixth of
-    that size.
+    The points are sustained rates of cubes, 0.88 of those in short runs. The law has flat products
+    of a third of the smallest cube's size at two thirds of their rate.
     """
-    assert tflops(DeviceRates(load_cluster("dgx-h100"), "bfloat16"), m, n, k) == pytest.approx(
-        published, rel=0.25
-    )
+    rate = tflops(DeviceRates(load_cluster("dgx-h100"), "bfloat16"), m, n, k)
+    assert least * published < rate < published
 
 
 @given(
@@ -233,7 +264,30 @@ def test_a_machine_without_figures_gets_shares_of_its_peak():
     rates.attention_s(Attention(1, 8, 2048, 128, backward=True))
     rates.memory_s(1e9)
     rates.update_s(1e9, 30)
-    assert {used.basis for used in rates.used} == {ASSUMED}
+    published = {used.figure for used in rates.used if used.basis != ASSUMED}
+    assert published == {"launch_s"}  # of the host, on any machine
+
+
+# -- the slowest of many devices -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("devices", "micro_batches"), [(32, 1), (64, 4), (512, 2)])
+def test_the_slowest_of_many_devices_as_in_a_simulation(devices, micro_batches):
+    """Devices that are slower in all passes, or in some of them, as independent normal draws."""
+    draws = np.random.default_rng(1).normal(size=(8000, micro_batches, devices))
+    lasting = 0.01 * draws[:, 0].max(axis=1).mean()
+    passing = 0.01 * draws.mean(axis=1).max(axis=1).mean()
+
+    def slowdown(**figures):
+        varied = [Figure(name, ((value,),), MEASURED, "a test") for name, value in figures.items()]
+        rates = DeviceRates(FRONTIER.with_figures(varied), "float16")
+        assert rates.slowdown_of_slowest(1, micro_batches) == 0.0
+        return rates.slowdown_of_slowest(devices, micro_batches)
+
+    assert slowdown(device_variation=0.01, pass_variation=0.0) == pytest.approx(lasting, rel=0.01)
+    assert slowdown(device_variation=0.0, pass_variation=0.01) == pytest.approx(passing, rel=0.01)
+    # a check before the job leaves out devices that are far behind
+    assert slowdown(device_variation=0.2, pass_variation=0.0) == 0.08
 
 
 def test_a_dtype_of_which_nothing_is_known():

@@ -178,8 +178,16 @@ class Estimate:
         rates = DeviceRates(self.cluster, self.config.precision.dtype_name, graphs=graphs)
         slowest_share(self.config, rates)
         device = self.cluster.device_type
+        traced = trace(self.config, device)
         for stage in set(stages_of(self.config)):
-            stage_seconds(trace(self.config, device), stage, rates, None)
+            stage_seconds(
+                traced,
+                stage,
+                rates,
+                self.channels.seconds,
+                hides=device != "cpu",
+                plan=plan_in_passes(self.config, traced, stage),
+            )
         update_seconds(self.config, device, rates)
         used = rates.used | self.channels.used
         if self.config.engine.cpu_offload and device != "cpu":

@@ -130,9 +130,11 @@ def pass_seconds(
     for step in timed:
         if isinstance(step, float):
             in_flight = max(free.values(), default=0.0) - clock
-            slowed = _slowed_by(step, in_flight, rates.speed_beside_messages)
-            waited += slowed
-            clock += step + slowed
+            if in_flight > 0:
+                slowed = _slowed_by(step, in_flight, rates.speed_beside_messages)
+                waited += slowed
+                clock += slowed
+            clock += step
             continue
         if isinstance(step, Post):
             group = step.message.group

@@ -2,7 +2,26 @@
 
 from hypothesis import strategies as st
 
+from megatron.planner.compute import Figure
 from tests.planner.layouts import planned
+
+
+def with_figures(cluster, **values):
+    """Replace some of a machine's single figures."""
+    figures = [Figure(name, ((value,),), "assumed", "for a test") for name, value in values.items()]
+    return cluster.with_figures(figures)
+
+
+def undisturbed(cluster):
+    """Return a machine whose computations neither hosts nor messages nor slow devices delay."""
+    return with_figures(
+        cluster,
+        launch_s=0.0,
+        speed_beside_messages=1.0,
+        device_variation=0.0,
+        pass_variation=0.0,
+    )
+
 
 SIZES = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 512 --vocab-size 3000"

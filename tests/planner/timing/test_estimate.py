@@ -11,24 +11,18 @@ from hypothesis import strategies as st
 from megatron.model.gpt import model_sizes
 from megatron.planner.channels import Channels
 from megatron.planner.cluster import load_cluster
-from megatron.planner.compute import Figure
+from megatron.planner.compute import is_rate, is_time
 from megatron.planner.rates import rates_of
 from megatron.planner.timing import COMPONENTS, estimate, explain, folded_seconds
 from megatron.planner.timing.estimate import busiest_rank
 from tests.helpers.examples import examples
 from tests.planner.layouts import planned
-from tests.planner.timing.configs import configs, run
+from tests.planner.timing.configs import configs, run, undisturbed, with_figures
 
 FRONTIER = load_cluster("frontier")
 # The same node as if its devices were processes that share four cores.
 CROWDED = dataclasses.replace(FRONTIER, shared_cores=4, device_type="cpu")
 MACHINES = {"frontier": FRONTIER, "crowded": CROWDED}
-
-
-def with_figures(cluster, **values):
-    """Replace some of a machine's single figures."""
-    figures = [Figure(name, ((value,),), "assumed", "for a test") for name, value in values.items()]
-    return cluster.with_figures(figures)
 
 
 MACHINES["busy host"] = with_figures(FRONTIER, layer_overhead_s=1e-4)
@@ -44,21 +38,16 @@ def folded(estimated):
 
 # -- of any configuration --------------------------------------------------------------------------
 
-SECONDS = {
-    *("kernel_s", "hop_within_s", "hop_between_s", "message_within_s", "message_between_s"),
-    *("collective_start_s", "step_overhead_s", "layer_overhead_s"),
-}
-
 
 def slowed(factor):
-    """Return Frontier with all rates divided, and all latencies multiplied."""
+    """Return Frontier with all rates divided, and all latencies multiplied; shares stay."""
     rates = {
         name: {key: rate / factor for key, rate in getattr(FRONTIER, name).items()}
         for name in ("links", "collective_gb_per_s", "peak_tflops")
     }
     compute = {
-        name: figure.scaled(factor if name in SECONDS else 1 / factor)
-        for name, figure in FRONTIER.compute.items()
+        name: figure.scaled(factor if is_time(name) else 1 / factor if is_rate(name) else 1)
+        for name, figure in FRONTIER.figures.items()
     }
     nic = FRONTIER.nic_gb_per_s / factor
     return dataclasses.replace(FRONTIER, compute=compute, nic_gb_per_s=nic, **rates)
@@ -78,7 +67,10 @@ def test_parts_add_up(config, factor):
         result = estimate(config, machine)
         assert tuple(result.breakdown) == COMPONENTS
         assert all(seconds >= 0 for seconds in result.breakdown.values())
-        after = sum(result.breakdown[component] for component in ("data-parallel", "optimizer"))
+        after = sum(
+            result.breakdown[component]
+            for component in ("data-parallel", "optimizer", "stragglers")
+        )
         overhead_s = rates_of(machine, config.precision.dtype_name).step_overhead_s
         if name == "busy host":
             rank = busiest_rank(result.run)
@@ -167,22 +159,22 @@ def test_tensor_messages_are_hidden_only_where_they_may_be():
     Layers without sequence parallelism wait for two all-reduces forward; backward each hides behind
     a weight gradient.
     """
+    machine = undisturbed(FRONTIER)
     fields = "--tensor-model-parallel-size 8 --hidden-size 8192 --seq-length 2048"
     shown = run(f"{fields} --no-async-tensor-model-parallel-allreduce")
     hidden = run(fields)
-    one = Channels(hidden, FRONTIER, estimate(hidden, FRONTIER).placement).seconds(
+    one = Channels(hidden, machine, estimate(hidden, machine).placement).seconds(
         "all_reduce", 2048 * 8192 * 2
     )
-    stages = [estimate(config, FRONTIER).stage_seconds[0] for config in (hidden, shown)]
-    behind = rates_of(FRONTIER, "bfloat16").product_s(8192 // 8 * 3, 8192, 2048)
+    stages = [estimate(config, machine).stage_seconds[0] for config in (hidden, shown)]
+    behind = rates_of(machine, "bfloat16").product_s(8192 // 8 * 3, 8192, 2048)
     assert one < behind, "a message shorter than the product, so that all of it can hide"
     ends = 1  # the embedding's sum, and forward nothing of the output layer
     assert stages[0].forward.waited == pytest.approx((2 * 8 + ends) * one)
     assert stages[1].backward.waited - stages[0].backward.waited >= 2 * 8 * one
     chunks = run(f"{fields} --tp-comm-overlap")
-    assert (
-        estimate(chunks, FRONTIER).stage_seconds[0].forward.waited < 0.6 * stages[0].forward.waited
-    )
+    waited = estimate(chunks, machine).stage_seconds[0].forward.waited
+    assert waited < 0.6 * stages[0].forward.waited
 
 
 def test_ranks_that_share_cores_take_turns():
@@ -201,6 +193,51 @@ def test_ranks_that_share_cores_take_turns():
         assert two.breakdown[component] == pytest.approx(times * one.breakdown[component])
     assert two.breakdown["bubble"] == pytest.approx(0, abs=1e-9)
     assert folded(two) - folded(one) == pytest.approx(two.seconds - one.seconds, rel=0.05)
+
+
+DISTURBED = dict(
+    launch_s=1e-3, speed_beside_messages=0.5, device_variation=0.02, pass_variation=0.03
+)
+
+
+def test_a_step_waits_for_its_slowest_device():
+    """Of 16 devices the slowest is 1.766 standard deviations behind (tables of order statistics).
+
+    Passes vary from one micro-batch to the next: over four of them half as much. A step waits with
+    its computations, their recomputation, the bubble and the update, not with messages.
+    """
+    config = run(
+        "--world-size 16 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        "--global-batch-size 16 --recompute-granularity full",
+    )
+    assert config.num_micro_batches() == 4
+    varied = with_figures(undisturbed(FRONTIER), device_variation=0.02, pass_variation=0.03)
+    plain = estimate(config, undisturbed(FRONTIER))
+    slow = estimate(config, varied)
+    of_devices = sum(
+        plain.breakdown[name]
+        for name in ("forward", "backward", "recompute", "bubble", "optimizer")
+    )
+    waited = slow.breakdown["stragglers"]
+    assert waited == pytest.approx(1.766 * (0.02 + 0.03 / 2) * of_devices, rel=0.01)
+    assert slow.seconds - plain.seconds == pytest.approx(waited)
+    assert folded(slow) - folded(plain) == pytest.approx(waited, rel=0.25)
+
+
+def test_neither_a_cpu_nor_a_graph_waits_for_kernels_to_start():
+    """Processes that share cores have no clock of their own that a slow one could be behind."""
+    config = run("--world-size 4 --tensor-model-parallel-size 2 --global-batch-size 8")
+    cpu = dataclasses.replace(FRONTIER, device_type="cpu")
+    slow = estimate(config, with_figures(cpu, **DISTURBED))
+    assert slow.breakdown == estimate(config, undisturbed(cpu)).breakdown
+    eager = "--attention-dropout 0 --hidden-dropout 0"
+    graphs = f"{eager} --cuda-graph-impl local"
+    one = with_figures(undisturbed(FRONTIER), launch_s=1e-3)
+    recorded = estimate(run(graphs), one)
+    assert recorded.seconds == pytest.approx(estimate(run(eager), undisturbed(FRONTIER)).seconds)
+    assert estimate(run(eager), one).seconds > 2 * recorded.seconds
+    names = {used.figure for used in recorded.confidence.used}
+    assert not names & {"launch_s", "speed_beside_messages", "device_variation"}
 
 
 def test_the_use_of_the_peak():

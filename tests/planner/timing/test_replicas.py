@@ -14,9 +14,9 @@ from megatron.planner.stage import parameters_of, plan_in_passes, stages_of
 from megatron.planner.timing.estimate import exchange
 from megatron.planner.timing.passes import PassSeconds, StageSeconds, stage_seconds
 from megatron.planner.trace import trace
-from tests.planner.timing.configs import run
+from tests.planner.timing.configs import run, undisturbed
 
-FRONTIER = load_cluster("frontier")
+FRONTIER = undisturbed(load_cluster("frontier"))
 
 
 def of(config):
