@@ -93,7 +93,8 @@ def test_all_to_alls_by_hand():
     # One step of a ring of pairs, and of one of 16 ranks that leaves each node once.
     two, all_ranks = (channels_of(made(f"--context-parallel-size {size}")) for size in (2, 16))
     assert two.seconds("ring", 1e9, "context") == pytest.approx(start + within + 1 / 129)
-    assert all_ranks.seconds("ring", 1e9, "context") == pytest.approx(start + between + 1 / 40)
+    # 0.1 ms between nodes for the steps of rings
+    assert all_ranks.seconds("ring", 1e9, "context") == pytest.approx(start + 1e-4 + 1 / 40)
 
 
 def test_experts_of_a_node_stay_on_it():
