@@ -82,7 +82,7 @@ def test_orders_that_keep_no_shards_within_a_node_are_left_out():
     ],
 )
 def test_the_search_finds_what_estimating_everything_finds(gib, choices, monkeypatch):
-    """The search finds the best layout, and the best with each value within 0.5 %.
+    """The search finds the best layout, and the best with each value within 0.6 %.
 
     It makes few estimates, so that most layouts are left out. Its formula is the roughest for
     schedules in the shape of a V: the best with each of them is found within 2 %.
@@ -100,7 +100,7 @@ def test_the_search_finds_what_estimating_everything_finds(gib, choices, monkeyp
     by_value = result.by_value(8)
     assert by_value.keys() == best.keys()
     for value, score in best.items():
-        off = 0.02 if value in V_SHAPED else 5e-3
+        off = 0.02 if value in V_SHAPED else 6e-3
         assert by_value[value].score == pytest.approx(score, rel=off), value
     assert all(judged.memory <= problem.capacity for judged in result.estimated)
 
