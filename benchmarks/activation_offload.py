@@ -2,7 +2,7 @@
 
     python benchmarks/activation_offload.py [--markdown]              # the recipes in docs/planning.md
     python benchmarks/activation_offload.py --preset gpt-22b-frontier --nodes 1,8 [--cluster C]
-        [--global-batch B] [--fix NAME=VALUE ...] [--speed S] [--markdown]
+        [--global-batch B] [--fix NAME=VALUE ...] [--speed S] [--markdown] [-- FLAGS of pretrain_gpt.py]
 
 After a layer's forward pass a share of its kept activations would be copied to the host beside
 computation, and back before its backward pass. For each recipe the program finds
@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.shared import Table, markdown, parser, print_table
 from megatron.config import Config
+from megatron.config.command_line import split_at_dashes
 from megatron.engine.buckets import bucket_rule
 from megatron.engine.zero_plan import zero_of
 from megatron.errors import ConfigError
@@ -67,14 +68,15 @@ from megatron.planner.trace import trace
 from tools import plan
 
 SMALL = "schedule=1f1b,interleaved zero=1 sp=on overlap=off mbs=1,2,4 offload=off,on"
-"""Restrictions of all searches: on MI250X the planner prefers these values, or loses less than 1 %."""
+"""Restrictions of all searches, unless a recipe or --fix gives other values of a name."""
 RECIPES = (
     ("gpt-22b-frontier", "1,8", "tp=1,2,4,8"),
-    ("gpt-175b-frontier", "16,128", "tp=2,4,8 pp=4,8,16,32"),
-    ("gpt-1t-frontier", "128,384", "tp=4,8 pp=16,32,64 mbs=1,2"),
-    ("llama-8b", "1,8", "tp=1,2,4,8"),
-    ("llama-8b-1m-frontier", "8,32", "tp=8 pp=1,2,4"),
-    ("moe-55b-frontier", "32", "tp=1,2 pp=1,2,4,7,14 ep=1,4,8,16,64"),
+    ("gpt-175b-frontier", "16,128", "tp=2,4,8 pp=4,8,16"),
+    ("gpt-1t-frontier", "128,384", "tp=8 pp=16,32 mbs=1,2 zero=1,2"),
+    ("llama-8b", "1", "tp=1,2,4,8 zero=1,2,3"),
+    ("llama-8b", "8", "tp=1,2,4 pp=1,2,4"),
+    ("llama-8b-1m-frontier", "8,32", "tp=8 pp=1 mbs=1 zero=1,2,3 overlap=on,off sp=on,off"),
+    ("moe-55b-frontier", "32", "tp=1 pp=2,4,7 ep=8 etp=1"),
 )
 """(preset, numbers of nodes, further restrictions); batches are those of the presets."""
 ENOUGH = 0.05
@@ -310,9 +312,9 @@ HEADER = [
 ]
 
 
-def row_of(args: Sequence[str], name: str, speed: float | None) -> list[str]:
-    """Return the row of one recipe, given the arguments of tools/plan.py."""
-    today = plan.make_search(plan.build_parser().parse_args(args), [])
+def row_of(args: Sequence[str], flags: Sequence[str], name: str, speed: float | None) -> list[str]:
+    """Return the row of one recipe, given the arguments of tools/plan.py, and those after "--"."""
+    today = plan.make_search(plan.build_parser().parse_args(args), flags)
     cluster = today.space.cluster
     best = _best(today)
     if best is None:
@@ -368,8 +370,9 @@ def written(layout: CandidateLayout) -> str:
     text += f",chunks={layout.chunks}" if layout.chunks > 1 else ""
     text += f",cp={layout.cp}" if layout.cp > 1 else ""
     text += f",ep={layout.ep}" if layout.ep > 1 else ""
-    recompute = layout.recompute.removeprefix("selective:")
-    return f"{text},mbs={layout.micro},{recompute}"
+    text += f",mbs={layout.micro},recompute={layout.recompute.removeprefix('selective:')}"
+    text += f",zero={layout.zero}" if layout.zero > 1 else ""
+    return text + (",offload=on" if layout.offload else "")
 
 
 def arithmetic(cluster: Cluster) -> str:
@@ -400,7 +403,8 @@ def main(argv: list[str] | None = None) -> int:
         "--speed", type=float, help="share of its speed that a pass keeps beside copies"
     )
     made.add_argument("--markdown", action="store_true")
-    options = made.parse_args(argv)
+    words, flags = split_at_dashes(sys.argv[1:] if argv is None else argv)
+    options = made.parse_args(words)
     asked = (options.preset, options.nodes, " ".join(options.fix))
     recipes = [asked] if options.preset else list(RECIPES)
     cluster = load_cluster(options.cluster)
@@ -413,7 +417,8 @@ def main(argv: list[str] | None = None) -> int:
             args += [f"{name}={value}" for name, value in fixed.items()]
             if options.global_batch:
                 args += ["--global-batch", options.global_batch]
-            table.append(row_of(args, f"{preset}, {nodes} node(s)", options.speed))
+            name = " ".join([preset, *flags, f"on {nodes}"])
+            table.append(row_of(args, flags, name, options.speed))
             print(" ".join(table[-1]), file=sys.stderr, flush=True)
     if options.markdown:
         print("\n".join(markdown(table)))
