@@ -7,12 +7,12 @@
 After a layer's forward pass a share of its kept activations would be copied to the host beside
 computation, and back before its backward pass. For each recipe the program finds
 
-- the best layout today, as tools/plan.py does;
+- the best layout today, as tools/plan.py does, with the optimizer's state on device or host;
 - the best layout with offloading. States must fit on the device. The share that a pipeline rank
   moves is the least that makes it fit: what its peak exceeds the room on a device, divided by the
   activations at the peak without the part of two layers, which stays as buffers. All kinds of
   recomputation are tried with it;
-- the same with copies that take no time, an upper bound for any implementation ("at most").
+- the same with copies that take no time, an upper bound in the searched space ("at most").
 
 Bytes leave beside forward and return beside backward passes, at the lower of the link's bandwidth
 and a device's part of the bandwidth of host memory, where each byte is written once and read once,
