@@ -51,6 +51,9 @@ _SLOWEST = 0.08
 """Most by which the slowest device of a job is slower than the mean: checks before a job leave out
 those that are a tenth slower (MegaScale, arXiv 2402.15627, section 6.3)."""
 
+_MOST_OVER = 1.1
+"""Most by which the rate of operations alone exceeds the highest known rate of a product."""
+
 _NEAR = math.log(1.5) ** 2
 """Squared distance of logarithms at which half of a point's deviation is added back."""
 
@@ -104,7 +107,8 @@ class DeviceRates(FigureReader):
             return 0.0
         extreme = NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
         lasting = min(_SLOWEST, self.take("device_variation").value * extreme)
-        return lasting + self.take("pass_variation").value * extreme / math.sqrt(micro_batches)
+        passing = self.take("pass_variation").value * extreme / math.sqrt(micro_batches)
+        return math.hypot(lasting, passing)
 
     def _optional(self, name: str, default: float) -> float:
         return self.take(name).value if name in self.figures else default
@@ -251,7 +255,7 @@ class _ProductTimes:
     """
 
     def __init__(self, figure: Figure, peak: float, kernel_s: float) -> None:
-        highest = max(rate for *_, rate in figure.points) * 1e12
+        highest = _MOST_OVER * max(rate for *_, rate in figure.points) * 1e12
         points = []
         for m, n, k, rate in figure.points:
             operations = 2.0 * m * n * k

@@ -124,12 +124,12 @@ def pass_seconds(
     timed, compute, recompute, _, _ = _timed(of, rates)
     if message_s is None:
         return PassSeconds(compute, recompute, 0.0)
-    clock = waited = 0.0
+    clock = waited = latest = 0.0
     arrives: dict[int, float] = {}
     free: dict[str, float] = {}  # the links of each group
     for step in timed:
         if isinstance(step, float):
-            in_flight = max(free.values(), default=0.0) - clock
+            in_flight = latest - clock
             if in_flight > 0:
                 slowed = _slowed_by(step, in_flight, rates.speed_beside_messages)
                 waited += slowed
@@ -140,6 +140,7 @@ def pass_seconds(
             group = step.message.group
             arrival = max(clock, free.get(group, 0.0)) + message_s(*step.message)
             free[group] = arrives[step.number] = arrival
+            latest = max(latest, arrival)
             if hides:
                 continue
         arrival = max(clock, arrives.get(step.number, 0.0))
@@ -271,7 +272,7 @@ def zero_waits(
 
     Messages in the same group follow one another.
     """
-    clock = waited = 0.0
+    clock = waited = latest = 0.0
     free = dict[str, float]()
     arrives: dict[tuple[BucketOp, int], float] = {}
 
@@ -281,11 +282,13 @@ def zero_waits(
         clock = max(clock, moment)
 
     def send(instruction: BucketInstruction, messages: Iterable[GroupMessage]) -> None:
+        nonlocal latest
         at = clock
         for message in messages:
             at = max(at, free.get(message.group, 0.0)) + message_s(*message)
             free[message.group] = at
         arrives[instruction[:2]] = at
+        latest = max(latest, at)
         if not hides:
             wait_until(at)
 
@@ -304,7 +307,7 @@ def zero_waits(
             computed = 0.0
             for share, sends in _sums(step, timed):
                 seconds = timed.seconds * (share - computed)
-                slowed = _slowed_by(seconds, max(free.values(), default=0.0) - clock, speed)
+                slowed = _slowed_by(seconds, latest - clock, speed)
                 waited += slowed
                 clock += seconds + slowed
                 computed = share

@@ -219,7 +219,7 @@ def test_a_step_waits_for_its_slowest_device():
         for name in ("forward", "backward", "recompute", "bubble", "optimizer")
     )
     waited = slow.breakdown["stragglers"]
-    assert waited == pytest.approx(1.766 * (0.02 + 0.03 / 2) * of_devices, rel=0.01)
+    assert waited == pytest.approx(1.766 * math.hypot(0.02, 0.03 / 2) * of_devices, rel=0.01)
     assert slow.seconds - plain.seconds == pytest.approx(waited)
     assert folded(slow) - folded(plain) == pytest.approx(waited, rel=0.25)
 
