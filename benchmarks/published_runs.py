@@ -176,12 +176,15 @@ def _with_network(cluster: Cluster, gb_per_s: float) -> Cluster:
 
 
 def _runs(path: Path) -> list[PublishedRun]:
+    """Read a file: its models' flags, and series of runs with what they have in common."""
     tables: dict[str, Any] = tomllib.loads(path.read_text())
-    models = tables.get("models", {})
     runs = []
-    for row in tables["run"]:
-        model = models[row.pop("model")] if "model" in row else ""
-        runs.append(PublishedRun(**{**row, "flags": f"{model} {row['flags']}".strip()}))
+    for series in tables["series"]:
+        for row in series.pop("runs"):
+            fields = {**series, **row}
+            flags = tables.get("models", {}).get(fields.pop("model", ""), "")
+            flags = " ".join([flags, series.get("flags", ""), row.get("flags", "")])
+            runs.append(PublishedRun(**{**fields, "flags": flags}))
     return runs
 
 
