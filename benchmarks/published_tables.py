@@ -215,21 +215,25 @@ def layout_words(config: Config) -> str:
     return ", ".join([*parts, f"mbs {config.batch.micro_batch_size}", *filter(None, [experts])])
 
 
-def run_table(title: str, runs: Iterable[PredictedRun]) -> Table:
+def run_table(title: str, runs: Sequence[PredictedRun]) -> Table:
     """Tabulate published and predicted seconds, sorted by kind of layout."""
     lines = sorted(
         (
             kind_of_layout(one.run.config),
             one.run.name,
             layout_words(one.run.config),
-            one.run.software,
             f"{one.run.seconds:.4g} s",
             f"{one.seconds:.4g} s",
             f"{one.ratio:.2f}{' (irregular)' if one.run.irregular else ''}",
         )
         for one in runs
     )
-    heads = ("kind", "run", "layout", "software", "published", "predicted", "ratio")
+    heads = ("kind", "run", "layout", "published", "predicted", "ratio")
+    regular = [one.error for one in runs if not one.run.irregular]
+    if regular:
+        errors = Errors.of(regular)
+        words = f"median error {errors.median:.1%}, worst {errors.worst:.1%}"
+        lines.append(("all", words, f"{errors.runs} regular runs", "", "", ""))
     return Table(title, heads, lines)
 
 

@@ -93,6 +93,7 @@ def test_no_machine_is_described_by_the_results_it_is_compared_with():
     allowed = {  # repositories and papers that have both runs and measurements of kernels
         "Dao-AILab/flash-attention",
         "ROCm/rocm-blogs",
+        "hisohara/ai-scripts",
         "2407.21783",
     }
     values = {model.tflops for model in MODELS} | {model.percent for model in MODELS}
@@ -245,20 +246,20 @@ def test_the_page_has_these_predictions():
     """
     page = (ROOT / "docs/measured/published.md").read_text()
     written = {row[1]: row for run in RUNS for row in rows_of(page, run.machine)}
-    assert set(written) == {run.name for run in RUNS}
+    assert {run.name for run in RUNS} <= set(written)
     for run in sorted(RUNS, key=lambda run: run.name)[:: len(RUNS) // SAMPLE]:
         one = table.predicted_run(run)
-        assert written[run.name][4:6] == [f"{run.seconds:.4g} s", f"{one.seconds:.4g} s"], run.name
+        assert written[run.name][3:5] == [f"{run.seconds:.4g} s", f"{one.seconds:.4g} s"], run.name
 
 
 def test_the_evidence_is_that_of_the_page():
     """The errors that plan.py names are those of all regular rows of the page."""
     page = (ROOT / "docs/measured/published.md").read_text()
     errors = [
-        abs(float(row[5].split()[0]) / float(row[4].split()[0]) - 1)
+        abs(float(row[4].split()[0]) / float(row[3].split()[0]) - 1)
         for machine in {run.machine for run in RUNS}
         for row in rows_of(page, machine)
-        if "irregular" not in row[6]
+        if row[5] and "irregular" not in row[5]
     ]
     stated = evidence()["all", "all"]
     assert stated.runs == len(errors)
