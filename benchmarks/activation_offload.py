@@ -36,7 +36,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
+import plan
 from benchmarks.shared import Table, markdown, parser, print_table
 from megatron.config import Config
 from megatron.config.command_line import split_at_dashes
@@ -65,7 +67,6 @@ from megatron.planner.timing import estimate
 from megatron.planner.timing.estimate import Estimate
 from megatron.planner.timing.passes import stage_seconds
 from megatron.planner.trace import trace
-from tools import plan
 
 SMALL = "schedule=1f1b,interleaved zero=1 sp=on overlap=off mbs=1,2,4 offload=off,on"
 """Restrictions of all searches, unless a recipe or --fix gives other values of a name."""

@@ -6,7 +6,7 @@
 Nothing is run or measured here: `megatron/planner/timing` predicts this code on the published
 layouts, with the figures of the machines' files, none of which was fitted to these results. Errors
 are those of the predicted seconds, as shares of the published ones; irregular runs are not counted.
-Without --set-aside or --all, the half of the rows is left out on which the model is judged. The
+Without --set-aside or --all, the rows that are reserved for judging the model are left out. The
 bounds of results of Dash et al. take all figures at the slow, or all at the fast end of their
 range; "+-" assumes independent errors. docs/measured/published.md discusses the tables; --update
 replaces them there, and writes megatron/planner/evidence.toml.
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.update:
         tables = _of_runs(None, None) | _of_dash()
         options.update.write_text(updated(options.update.read_text(), tables))
-        write_evidence(published.errors_by_kind(RUNS))
+        write_evidence(published.ratios_by_kind(RUNS))
         return 0
     half = None if options.all else options.set_aside
     tables = _of_runs(options.machine, half) | (_of_dash() if options.effects else {})
@@ -69,7 +69,7 @@ def _of_runs(machine: str | None, set_aside: bool | None) -> dict[str, Table]:
     for half, mark in ((True, "set-aside"), (False, "seen")):
         mine = [one for one in every if one.run.set_aside == half and not one.run.irregular]
         if mine:
-            title = "runs that were set aside" if half else "other runs"
+            title = "runs that were set aside" if half else "runs used for development"
             tables[f"{mark}-machines"] = published.summary_table(title, mine, "machine")
             tables[f"{mark}-kinds"] = published.summary_table(title, mine, "kind")
             tables[f"{mark}-orders"] = published.order_table(f"order of {title}", mine, SPREAD)

@@ -229,7 +229,7 @@ def run_table(title: str, runs: Sequence[PredictedRun]) -> Table:
         for one in runs
     )
     heads = ("kind", "run", "layout", "published", "predicted", "ratio")
-    regular = [one.error for one in runs if not one.run.irregular]
+    regular = [one.ratio for one in runs if not one.run.irregular]
     if regular:
         errors = Errors.of(regular)
         words = f"median error {errors.median:.1%}, worst {errors.worst:.1%}"
@@ -242,21 +242,21 @@ def summary_table(title: str, runs: Sequence[PredictedRun], by: str) -> Table:
     groups: dict[str, list[float]] = {}
     for one in runs:
         group = one.run.machine if by == "machine" else kind_of_layout(one.run.config)
-        groups.setdefault(group, []).append(one.error)
-    lines = [(group, *Errors.of(errors).cells) for group, errors in sorted(groups.items())]
-    every = ("all", *Errors.of(one.error for one in runs).cells)
+        groups.setdefault(group, []).append(one.ratio)
+    lines = [(group, *Errors.of(ratios).cells) for group, ratios in sorted(groups.items())]
+    every = ("all", *Errors.of(one.ratio for one in runs).cells)
     heads = (by, "runs", "median error", "nine of ten within", "worst")
     return Table(title, heads, [*lines, every])
 
 
-def errors_by_kind(runs: Iterable[PublishedRun]) -> dict[tuple[str, str], list[float]]:
-    """Return the errors of regular runs by machine and kind of layout."""
-    errors: dict[tuple[str, str], list[float]] = {}
+def ratios_by_kind(runs: Iterable[PublishedRun]) -> dict[tuple[str, str], list[float]]:
+    """Return predicted over published seconds of regular runs, by machine and kind of layout."""
+    ratios: dict[tuple[str, str], list[float]] = {}
     for run in runs:
         if not run.irregular:
             key = run.machine, kind_of_layout(run.config)
-            errors.setdefault(key, []).append(predicted_run(run).error)
-    return errors
+            ratios.setdefault(key, []).append(predicted_run(run).ratio)
+    return ratios
 
 
 class Orders(NamedTuple):
@@ -326,7 +326,7 @@ def gain_table(runs: Sequence[PredictedRun]) -> Table:
         ("corrected by the first run of the model", corrected),
     )
     heads = ("predicted from", "runs", "median error", "nine of ten within", "worst")
-    lines = [(name, *Errors.of(one.error for one in each).cells) for name, each in rows]
+    lines = [(name, *Errors.of(one.ratio for one in each).cells) for name, each in rows]
     return Table("what measurements of one node add", heads, lines)
 
 

@@ -34,6 +34,7 @@ CLUSTERS = Path(__file__).with_name("clusters")
 
 GIB = 2**30
 _MOST_BYTES = 1 << 22  # of a file; that of a measured machine has about ten thousand
+_ROUNDED = 1.02  # bandwidths in a file are rounded
 _MOST_COUNT = 10**7  # nodes, devices, cores
 _MOST = 1e30  # seconds, TFLOP/s, GB/s
 
@@ -371,6 +372,15 @@ class Cluster:
             yield "links.gb_per_s", f"has a row without two different devices from 0 to {n - 1}"
         elif not self.reached(devices):
             yield "links.gb_per_s", "some devices of a node cannot reach each other"
+        cards = len(self.nics) * self.nic_gb_per_s
+        for (stride, size), rate in self.collective_gb_per_s.items():
+            if not size and stride * rate > _ROUNDED * cards:
+                yield (
+                    "collectives.gb_per_s",
+                    f"[{stride}, 0, {rate:g}]: {stride} groups at {rate:g} GB/s exceed the {cards:g} "
+                    "GB/s of a node's network cards: correct the row, or [nics] if gigabits are meant; "
+                    "a file that includes another one's cards or rates has to replace both",
+                )
         if len(self.cores_of_device) != n:
             yield "cores.of_device", f"has {len(self.cores_of_device)} entries, expected {n}"
         for key, values, count, known in (

@@ -29,18 +29,23 @@ class Errors(NamedTuple):
     median  the median error
     ninth   the error that nine of ten predictions do not exceed
     worst   the largest error
+    ratio   predicted over published seconds, in the median
     """
 
     runs: int
     median: float
     ninth: float
     worst: float
+    ratio: float
 
     @classmethod
-    def of(cls, errors: Iterable[float]) -> Errors:
-        ordered = sorted(errors)
+    def of(cls, ratios: Iterable[float]) -> Errors:
+        """Summarize predictions by their ratios of predicted to published seconds."""
+        ratios = list(ratios)
+        ordered = sorted(abs(ratio - 1) for ratio in ratios)
         ninth = ordered[math.ceil(0.9 * len(ordered)) - 1]
-        return cls(len(ordered), statistics.median(ordered), ninth, ordered[-1])
+        median = statistics.median(ordered)
+        return cls(len(ordered), median, ninth, ordered[-1], statistics.median(ratios))
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -72,25 +77,31 @@ def evidence_words(cluster: Cluster, config: Config) -> str:
     alike = known.get((cluster.name, kind))
     if here is None:
         text = (
-            f"no published run on {cluster.name} was compared. On other machines predictions for "
+            f"no published run on {cluster.name} was compared. On other machines predicted steps of "
             f"{everywhere.runs} runs of other codes are off by {_words(everywhere)}"
         )
-        alike = known.get((_EVERY, kind))
     else:
         text = (
-            f"predictions for {here.runs} published runs of other codes on {cluster.name} are off "
+            f"predicted steps of {here.runs} published runs of other codes on {cluster.name} are off "
             f"by {_words(here)}"
         )
+    if alike is not None:
+        return f"{text}; layouts of this kind ({kind}) by {_words(alike)}"
+    alike = known.get((_EVERY, kind))
     if alike is None:
         return f"{text}; none of these layouts is of this kind ({kind})"
-    return f"{text}; layouts of this kind ({kind}) by {_words(alike)}"
+    where = "" if here is None else " on other machines"
+    return f"{text}; layouts of this kind ({kind}){where} by {_words(alike)}"
 
 
 def _words(errors: Errors) -> str:
+    way = f"too {'short' if errors.ratio < 1 else 'long'}: {errors.ratio:.2f} of the published"
     if errors.runs == 1:
-        return f"{errors.worst:.0%} (one run)"
+        return f"{errors.worst:.0%} ({way}; one run)"
     ninth = f", {errors.ninth:.0%} for nine of ten" if errors.runs >= 10 else ""
-    return f"{errors.median:.0%} in the median{ninth}, {errors.worst:.0%} at worst"
+    if abs(errors.ratio - 1) < errors.median / 2:
+        way = "either way"
+    return f"{errors.median:.0%} in the median ({way}){ninth}, {errors.worst:.0%} at worst"
 
 
 @functools.cache
@@ -104,14 +115,14 @@ def evidence() -> dict[tuple[str, str], Errors]:
     }
 
 
-def write_evidence(errors: Mapping[tuple[str, str], Sequence[float]]) -> None:
-    """Write the file from errors by (machine, kind of layout)."""
+def write_evidence(ratios: Mapping[tuple[str, str], Sequence[float]]) -> None:
+    """Write the file from ratios of predicted to published seconds, by (machine, kind)."""
     groups: dict[str, dict[str, list[float]]] = {}
-    for (machine, kind), each in sorted(errors.items()):
+    for (machine, kind), each in sorted(ratios.items()):
         for row in (machine, _EVERY):
             for column in (kind, _EVERY):
                 groups.setdefault(row, {}).setdefault(column, []).extend(each)
-    lines = ["# Written by benchmarks/published.py --update: runs, and errors as shares."]
+    lines = ["# Written by benchmarks/published.py --update: runs; errors as shares; ratio."]
     for machine, kinds in groups.items():
         lines += ["", f"[{machine}]"]
         for kind, each in kinds.items():
