@@ -109,6 +109,11 @@ def process_pool(processes: int, killed: str) -> Iterator[Callable[..., Iterator
         yield run
     except BrokenProcessPool:
         raise MegatronError(killed) from None
+    except BaseException:
+        # An error or Ctrl-C does not wait for tasks that run, which may take minutes.
+        for process in (pool._processes or {}).values():
+            process.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -92,16 +92,21 @@ with process_pool(2, "killed") as run:
 
 
 @pytest.mark.slow
-def test_they_end_with_the_process_that_was_killed():
-    """Workers end with a killed parent.
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_they_end_with_the_process_that_was_killed(number):
+    """Workers end with a killed or interrupted parent, in the middle of a task.
 
     They hold its output open: it ends with the last of them.
     """
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        [sys.executable, "-c", WAITS], env=environ, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WAITS],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     ) as first:
         assert first.stdout is not None
         assert [first.stdout.readline() for _ in range(2)] == ["waits\n"] * 2
-        first.kill()
+        first.send_signal(number)
         assert first.stdout.read() == ""
