@@ -244,8 +244,9 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         _show_winner(layout_search, chosen)
     _show(args, rejected)
     if rejected:
-        if not any(
-            "offload" in of for of in (layout_search.space.restrictions, layout_search.space.more)
+        space = layout_search.space
+        if _can_offload(space.cluster) and not any(
+            "offload" in of for of in (space.restrictions, space.more)
         ):
             print("\nNot tried: --fix offload=off,on, the optimizer's state in host memory.")
         return EXIT_NOTHING_FITS
@@ -318,6 +319,12 @@ def _restrict_to_layout(layout_search: LayoutSearch, text: str) -> LayoutSearch:
     return LayoutSearch(
         dataclasses.replace(space, restrictions=combined, worlds=worlds), layout_search.capacity
     )
+
+
+def _can_offload(cluster: Cluster) -> bool:
+    """Return whether the file of a machine describes the hosts; a CPU machine needs none."""
+    host = cluster.host_memory_gib, cluster.host_memory_gb_per_s, cluster.host_link_gb_per_s
+    return cluster.device_type == "cpu" or None not in host
 
 
 def _check_host(*restrictions: Restrictions, cluster: Cluster) -> None:

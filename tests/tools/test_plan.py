@@ -197,6 +197,9 @@ def test_nothing_fits(capsys):
     for words in ([], ["--explain"]):
         code, text = call(capsys, *SMALL, "--headroom", "99.9%", *words)
         assert code == 3 and "0.1 GiB" in text and "--fix offload=off,on" in text
+    without_host = ["--cluster", "mi300a", *SMALL, "--headroom", "99.9%"]
+    code, text = call(capsys, *without_host)
+    assert code == 3 and "offload" not in text
     _, text = call(capsys, *SMALL, "--headroom", "99.9%", "--fix", "offload=off,on")
     assert "--fix" not in text
 
