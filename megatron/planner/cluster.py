@@ -127,12 +127,15 @@ def _read_with_includes(path: Path) -> dict[str, Any]:
     included = tables.pop("include", [])
     merged: dict[str, Any] = {}
     known = _files_to_include()
-    for name in included if isinstance(included, list) else [included]:
+    names = included if isinstance(included, list) else [included]
+    for number, name in enumerate(names):
         if not isinstance(name, str) or name not in known:
             raise ConfigError(
                 f"{path}: include: there is no file {reprlib.repr(name)}: choose from "
                 f"{', '.join(sorted(known))}"
             )
+        if name in names[:number]:
+            raise ConfigError(f"{path}: include: names {name} twice: name each file once")
         _put_over(merged, _read_with_includes(known[name]))
     _put_over(merged, tables)
     return merged

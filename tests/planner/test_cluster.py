@@ -105,6 +105,11 @@ NARROW = "[0, 2, 50.0], [1, 3, 50.0], [4, 6, 50.0], [5, 7, 50.0], [1, 5, 50.0], 
         ("[1, 2, 129.0]", "[0, 2, 129.0]", "collectives.gb_per_s"),
         ("[1, 2, 129.0]", "[]", "collectives.gb_per_s"),
         ('name = "frontier"', 'include = "frontier"\nname = "frontier"', "include.*'frontier'"),
+        (
+            'name = "frontier"',
+            'include = ["clusters/lumi", "clusters/lumi"]\nname = "frontier"',
+            "include.*clusters/lumi",
+        ),
         ('name = "frontier"', 'include = [["lumi"]]\nname = "frontier"', "include.*'lumi'"),
     ],
 )
