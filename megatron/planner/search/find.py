@@ -52,7 +52,7 @@ from megatron.planner.timing import estimate, folded_seconds
 from megatron.planner.trace import trace
 
 ESTIMATED = 50
-OF_EACH_VALUE = 8
+OF_EACH_VALUE = 12
 """Minimum numbers of layouts to estimate, if as many fit: in all, and with each value of each
 dimension."""
 _CLOSE = 1.01
