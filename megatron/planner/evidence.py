@@ -70,28 +70,28 @@ def kind_of_layout(config: Config) -> str:
 
 def evidence_words(cluster: Cluster, config: Config) -> str:
     """Describe how sure a prediction for this machine and kind of layout is."""
-    known = evidence()
-    everywhere = known[_EVERY, _EVERY]
+    errors = evidence()
+    everywhere = errors[_EVERY, _EVERY]
     kind = kind_of_layout(config)
-    here = known.get((cluster.name, _EVERY))
-    alike = known.get((cluster.name, kind))
-    if here is None:
+    of_machine = errors.get((cluster.name, _EVERY))
+    of_kind = errors.get((cluster.name, kind))
+    if of_machine is None:
         text = (
             f"no published run on {cluster.name} was compared. On other machines predicted steps of "
             f"{everywhere.runs} runs of other codes are off by {_words(everywhere)}"
         )
     else:
         text = (
-            f"predicted steps of {here.runs} published runs of other codes on {cluster.name} are off "
-            f"by {_words(here)}"
+            f"predicted steps of {of_machine.runs} published runs of other codes on {cluster.name} are off "
+            f"by {_words(of_machine)}"
         )
-    if alike is not None:
-        return f"{text}; layouts of this kind ({kind}) by {_words(alike)}"
-    alike = known.get((_EVERY, kind))
-    if alike is None:
+    if of_kind is not None:
+        return f"{text}; layouts of this kind ({kind}) by {_words(of_kind)}"
+    of_kind = errors.get((_EVERY, kind))
+    if of_kind is None:
         return f"{text}; none of these layouts is of this kind ({kind})"
-    where = "" if here is None else " on other machines"
-    return f"{text}; layouts of this kind ({kind}){where} by {_words(alike)}"
+    where = "" if of_machine is None else " on other machines"
+    return f"{text}; layouts of this kind ({kind}){where} by {_words(of_kind)}"
 
 
 def _words(errors: Errors) -> str:

@@ -53,42 +53,42 @@ def check_run(config: Config) -> list[str]:
 
     Several errors are raised as one ConfigError that numbers them.
     """
-    found = examine(config)
-    errors = [error for _, error in found.problems]
+    findings = examine(config)
+    errors = [error for _, error in findings.problems]
     if len(errors) == 1:
         raise errors[0]
     if errors:
         listed = "".join(f"\n  {number}. {error}" for number, error in enumerate(errors, 1))
         raise ConfigError(f"the run has {len(errors)} problems:{listed}")
-    return found.unchecked
+    return findings.unchecked
 
 
 def examine(config: Config) -> RunFindings:
     """Check callbacks, placement, folders, checkpoint, tokenizer, tasks and data of a run."""
-    found = RunFindings()
+    findings = RunFindings()
     if config.logging.callback:
-        found.attempt("callbacks", lambda: load_callbacks(config.logging.callback or ()))
-    found.attempt("placement", lambda: _check_placement(config))
-    found.attempt("saving", lambda: _check_save(config))
-    folder = found.attempt("checkpoint", lambda: _check_checkpoint(config))
-    known = found.attempt("tokenizer", lambda: with_tokenizer(config))
-    if known is None:
-        return found
-    sized, tokenizer = known
+        findings.attempt("callbacks", lambda: load_callbacks(config.logging.callback or ()))
+    findings.attempt("placement", lambda: _check_placement(config))
+    findings.attempt("saving", lambda: _check_save(config))
+    folder = findings.attempt("checkpoint", lambda: _check_checkpoint(config))
+    tokenized = findings.attempt("tokenizer", lambda: with_tokenizer(config))
+    if tokenized is None:
+        return findings
+    sized, tokenizer = tokenized
     if sized.model.trains_in_part:
-        found.attempt("trainable parameters", lambda: _check_patterns(sized))
+        findings.attempt("trainable parameters", lambda: _check_patterns(sized))
     if sized.data.fim_rate:
-        found.attempt("fill-in-the-middle", lambda: _check_tokens(sized, tokenizer))
+        findings.attempt("fill-in-the-middle", lambda: _check_tokens(sized, tokenizer))
     if sized.checkpoint.save_hf is not None:
-        found.attempt("--save-hf", lambda: _check_export(sized))
+        findings.attempt("--save-hf", lambda: _check_export(sized))
     tasks = sized.training.eval_tasks or ()
-    found.attempt("tasks", lambda: read_tasks(tasks, tokenizer, context_of(sized)))
+    findings.attempt("tasks", lambda: read_tasks(tasks, tokenizer, context_of(sized)))
     if prefixes := data_prefixes(sized):
         if away := [prefix for prefix in prefixes if is_elsewhere(config, prefix)]:
-            found.unchecked.append(f"data {', '.join(away)}, on disks of compute nodes")
+            findings.unchecked.append(f"data {', '.join(away)}, on disks of compute nodes")
         else:
-            found.attempt("data", lambda: _check_data(sized, tokenizer, folder))
-    return found
+            findings.attempt("data", lambda: _check_data(sized, tokenizer, folder))
+    return findings
 
 
 def is_elsewhere(config: Config, path: str) -> bool:

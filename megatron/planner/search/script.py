@@ -74,9 +74,9 @@ def site_of(
         raise ConfigError(
             f"--account {account!r}: give a name of letters, digits, '.', '_' and '-'"
         )
-    given = {*DATA, "mock_data"} & config.explicit.keys()
+    data_flags = {*DATA, "mock_data"} & config.explicit.keys()
     missing = [] if account else ["a project: --account NAME"]
-    if not given and not data:
+    if not data_flags and not data:
         missing.append(
             "training data: -- --data-path PREFIX and the flags of its tokenizer, or -- --mock-data"
         )
@@ -86,7 +86,7 @@ def site_of(
             f"fill in {file}, which gives them to all jobs"
         )
     flags: list[str] = []
-    if not given:
+    if not data_flags:
         flags += ["--data-path", data]
         if variables["SITE_VOCAB"] and "tokenizer_type" not in config.explicit:
             flags += ["--tokenizer-type", "GPT2BPETokenizer"]
