@@ -126,7 +126,7 @@ def kept_bytes(config: Config, rank: int, device: str) -> list[float]:
 
 
 class RankOffload(NamedTuple):
-    """What a pipeline rank moves.
+    """Bytes that a pipeline rank moves.
 
     share    of its activations
     copied   bytes of a micro-batch, each way, by stage of the rank
@@ -169,7 +169,7 @@ class OffloadSearch(LayoutSearch):
         """Find and score the layout with the best --recompute-num-layers, by the busiest copies."""
         space = self.space
         layout = ranked.layout
-        found = list[Ranked]()
+        layouts = list[Ranked]()
         misfits = list[RejectedLayout]()
         device = space.cluster.device_type
         try:
@@ -185,12 +185,12 @@ class OffloadSearch(LayoutSearch):
                     continue
                 added = config.num_micro_batches() * self._alone(config, peak.rank, moved)
                 score = self._folded(option, config) + added / layout.batch
-                found.append(Ranked(score, option, peak.total))
+                layouts.append(Ranked(score, option, peak.total))
                 if not moved.share:  # more recomputation only takes longer
                     break
         except ConfigError as error:
             return RejectedLayout("refused by the configuration", str(error))
-        return min(found) if found else min(misfits, key=lambda one: one.miss)
+        return min(layouts) if layouts else min(misfits, key=lambda one: one.miss)
 
     def judge(self, alike: Sequence[Ranked]) -> list[Ranked]:
         """Estimate layouts with their copies."""

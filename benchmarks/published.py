@@ -20,16 +20,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import published_dash as dash
 from benchmarks import published_tables as published
 from benchmarks.published_runs import RUNS
 from benchmarks.shared import parser
-from megatron.planner.cluster import load_cluster
+from megatron.planner.cluster import assumed_figures, load_cluster
 from megatron.planner.evidence import write_evidence
 from megatron.planner.table import Table, print_table
 
-SPREAD = 0.027
-"""Standard deviation of step times of identical runs on 2,048 GPUs, as a share (docs/planning.md);
-layouts of one source that differ by less are not compared."""
+SPREAD = assumed_figures({})["run_variation"].value
+"""Standard deviation of step times of identical runs, as a share; layouts of one source that differ
+by less are not compared."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,15 +81,15 @@ def _of_runs(machine: str | None, set_aside: bool | None) -> dict[str, Table]:
 
 def _of_dash() -> dict[str, Table]:
     frontier = load_cluster("frontier")
-    on_frontier = published.rows(published.frontier_comparisons(), frontier)
+    on_frontier = dash.rows(dash.frontier_comparisons(), frontier)
     title = "Frontier: Dash et al., arXiv 2312.12705"
     return {
-        "dash": published.comparison_table(title, on_frontier),
-        "dash-effects": published.effect_table(on_frontier[1]),
-        "asked": published.implied_table(frontier),
-        "changes": published.change_table(frontier),
-        "micro-batch": published.micro_batch_table(),
-        "findings": published.finding_table(frontier),
+        "dash": dash.comparison_table(title, on_frontier),
+        "dash-effects": dash.effect_table(on_frontier[1]),
+        "asked": dash.implied_table(frontier),
+        "changes": dash.change_table(frontier),
+        "micro-batch": dash.micro_batch_table(),
+        "findings": dash.finding_table(frontier),
         "x-moe-dispatch": published.dispatch_table(frontier),
     }
 

@@ -23,7 +23,6 @@ from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.trace import cached_sizes
 
 _ROWS = Path(__file__).with_name("published_rows")
-PLAIN_ORDER = "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
 
 KERNELS = {
     "apex": "--no-cross-entropy-loss-fusion --no-rope-fusion",
@@ -91,7 +90,7 @@ class PublishedRun:
 
     @property
     def set_aside(self) -> bool:
-        """Whether the row belongs to the half on which the time model is judged.
+        """Membership in the half on which the time model is judged.
 
         Of the rows whose predictions were not known before, two thirds do, by the hash of the name.
         """

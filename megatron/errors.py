@@ -16,7 +16,7 @@ BUILD = (
     "run `python setup.py build_ext --inplace` in the repository, which needs a C++ compiler and "
     "pybind11, or `pip install .`"
 )
-"""How to build the extensions in csrc/, for messages."""
+"""Command that builds the extensions in csrc/, for messages."""
 
 
 class MegatronError(Exception):

@@ -201,8 +201,8 @@ def parse_args(
     check       function that checks what --complete prints, files included, and returns notices
 
     --help and --print-config print and raise SystemExit(0); with --complete, --print-config
-    requires the settings that a run needs, and calls `check`. Raises ConfigError with all problems, numbered if there
-    are several.
+    requires the settings that a run needs, and calls `check`. Raises ConfigError with all problems,
+    numbered if there are several.
     """
     scanned = scan(argv)
     if "--help" in scanned.flags or "-h" in scanned.flags:

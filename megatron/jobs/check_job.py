@@ -505,11 +505,11 @@ def check_training(job: CheckedJob, config: Config) -> None:
 
 def check_run(job: CheckedJob, config: Config) -> None:
     """Add what would end the run before its first step, unless the other checks have found it."""
-    found = examine(config)
-    for about, problem in found.problems:
+    run = examine(config)
+    for about, problem in run.problems:
         if not any(str(problem) in text for _, _, text in job.findings):
             job.error(about, str(problem))
-    job.unchecked += found.unchecked
+    job.unchecked += run.unchecked
 
 
 def check_data(job: CheckedJob, config: Config) -> None:

@@ -126,8 +126,8 @@ def _read_with_includes(path: Path) -> dict[str, Any]:
     tables = read_toml(path, _MOST_BYTES, error=ConfigError)
     included = tables.pop("include", [])
     merged: dict[str, Any] = {}
-    known = _files_to_include()
     names = included if isinstance(included, list) else [included]
+    known = _files_to_include() if names else {}
     for number, name in enumerate(names):
         if not isinstance(name, str) or name not in known:
             raise ConfigError(
@@ -177,7 +177,7 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> None:
     """Put the values of `above` into `below`; tables without a basis are merged key by key."""
     for name, value in above.items():
         old = below.get(name)
-        if isinstance(value, dict) and isinstance(old, dict) and not {"basis"} & {*value, *old}:
+        if isinstance(value, dict) and isinstance(old, dict) and "basis" not in {*value, *old}:
             below[name] = dict(old)
             _merge(below[name], value)
         else:

@@ -1,4 +1,4 @@
-"""How far predictions were off for published runs of other codes, by machine and kind of layout.
+"""Errors of predictions for published runs of other codes, by machine and kind of layout.
 
 `python benchmarks/published.py --update docs/measured/published.md` writes `evidence.toml` as well.
 Irregular runs are not counted (benchmarks/published_runs.py).

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import NamedTuple, Self, TextIO
 
 from megatron.config.duration import show_duration
@@ -88,12 +87,7 @@ class SearchProgress:
         self._beats = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()

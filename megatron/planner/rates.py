@@ -67,7 +67,7 @@ class DeviceRates(FigureReader):
     for matrix products and attention.
     """
 
-    def __init__(self, cluster: Cluster, dtype: str, *, graphs: bool = False) -> None:
+    def __init__(self, cluster: Cluster, dtype: str, graphs: bool = False) -> None:
         super().__init__(cluster.figures)
         self._dtype = dtype
         attention = f"attention.{dtype}"
@@ -84,8 +84,8 @@ class DeviceRates(FigureReader):
         self.layer_backward_overhead_s = self._optional("layer_backward_overhead_s", each)
         self.instruction_overhead_s = self._optional("instruction_overhead_s", 0.0)
         self.step_overhead_s = self.take("step_overhead_s").value
-        self._alone = cluster.device_type == "cpu"
-        self.launch_s = 0.0 if graphs or self._alone else self.take("launch_s").value
+        self._on_cpu = cluster.device_type == "cpu"
+        self.launch_s = 0.0 if graphs or self._on_cpu else self.take("launch_s").value
         self._kernel_s = self.take("kernel_s").value
         products = self.take(f"products.{dtype}")
         self._product_times_law = _product_times(products, self._peak, self._kernel_s)
@@ -94,7 +94,7 @@ class DeviceRates(FigureReader):
     @functools.cached_property
     def speed_beside_messages(self) -> float:
         """Share of its speed that a computation keeps while messages are in flight."""
-        return 1.0 if self._alone else min(1.0, self.take("speed_beside_messages").value)
+        return 1.0 if self._on_cpu else min(1.0, self.take("speed_beside_messages").value)
 
     def slowdown_of_slowest(self, devices: int, micro_batches: int) -> float:
         """Return the expected share by which the slowest of these devices is slower than the mean.
@@ -103,7 +103,7 @@ class DeviceRates(FigureReader):
         Both are taken as normally distributed, with the expected extreme by Blom's approximation
         (Statistical Estimates and Transformed Beta-Variables, 1958).
         """
-        if devices == 1 or self._alone:
+        if devices == 1 or self._on_cpu:
             return 0.0
         extreme = NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
         lasting = min(_SLOWEST, self.take("device_variation").value * extreme)
@@ -116,7 +116,7 @@ class DeviceRates(FigureReader):
     def product_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """Return the seconds of a kernel that computes `batch` matrix products [m, k] x [k, n]."""
         seconds = batch * self._product_times_law.seconds(m, n, k)
-        if not self._alone:
+        if not self._on_cpu:
             elements = batch * (m * k + k * n + m * n)
             seconds = max(seconds, self.memory_s(self._bytes * elements, 0))
         return self._kernel_s + seconds
@@ -143,9 +143,9 @@ class DeviceRates(FigureReader):
 
 
 @functools.lru_cache(maxsize=64)
-def rates_of(cluster: Cluster, dtype_name: str, *, graphs: bool = False) -> DeviceRates:
+def rates_of(cluster: Cluster, dtype_name: str, graphs: bool = False) -> DeviceRates:
     """Return the rates for a machine and dtype, always as the same object, a key of caches."""
-    return DeviceRates(cluster, dtype_name, graphs=graphs)
+    return DeviceRates(cluster, dtype_name, graphs)
 
 
 @functools.lru_cache(maxsize=1 << 16)

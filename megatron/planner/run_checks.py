@@ -1,4 +1,4 @@
-"""What a run checks before its first step, checked by one process without devices.
+"""Checks that a run makes before its first step, by one process without devices.
 
 A wrong path then costs seconds on one node, not minutes on all. Torch is imported only by what
 needs it: a checkpoint to resume from, --freeze, LoRA, --save-hf, --fim-rate, and the user's

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import published_dash as dash
 from benchmarks import published_tables as table
 from benchmarks.published_runs import RUNS, PublishedRun
 from megatron.config.command_line import parse_plan
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_flags_are_the_published_layouts():
     for model in MODELS:
-        config = parse_plan(table.argv_of(model, model.replica_gcds, model.per_replica))
+        config = parse_plan(dash.argv_of(model, model.replica_gcds, model.per_replica))
         sizes = (
             config.parallel.tensor_model_parallel_size,
             config.parallel.pipeline_model_parallel_size,
@@ -58,7 +59,7 @@ def test_efficiency_by_the_bubble_is_that_of_the_schedule():
     base = sequences // micro_batch
     shared = sequences // micro_batch // replicas
     expected = turns(base) / (replicas * turns(shared))
-    assert table.efficiency_by_bubble(16, sequences, replicas, micro_batch) == pytest.approx(
+    assert dash.efficiency_by_bubble(16, sequences, replicas, micro_batch) == pytest.approx(
         expected
     )
 
@@ -69,13 +70,13 @@ def test_what_the_throughput_of_22b_asks_of_its_last_stage():
     They are six layers, forward, again and twice that backward, and the output layer.
     """
     model = MODELS[0]
-    config = parse_plan(table.argv_of(model, 8, 640))
+    config = parse_plan(dash.argv_of(model, 8, 640))
     h = config.model.hidden_size
     layer = 2048 * (2 * 12 * h * h + 4 * 2048 * h)
     head = 2 * 51200 * h
     last_stage = 6 * 4 * layer + 3 * 2048 * head
     every = 48 * 4 * layer + 3 * 2048 * head
-    implied = table.implied(model, {})
+    implied = dash.implied(model, {})
     assert implied.step_s == pytest.approx(640 * every / (8 * 73.5e12))
     assert implied.turn_s == pytest.approx(implied.step_s / 647)
     assert implied.reduces_s == 0.0
@@ -294,9 +295,9 @@ def test_the_page_has_these_tables():
     page = (ROOT / "docs/measured/published.md").read_text()
     cluster = load_cluster("frontier")
     for name, made in (
-        ("asked", table.implied_table(cluster)),
-        ("changes", table.change_table(cluster)),
-        ("micro-batch", table.micro_batch_table()),
-        ("findings", table.finding_table(cluster)),
+        ("asked", dash.implied_table(cluster)),
+        ("changes", dash.change_table(cluster)),
+        ("micro-batch", dash.micro_batch_table()),
+        ("findings", dash.finding_table(cluster)),
     ):
         assert rows_of(page, name) == [list(row) for row in made.rows], name

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -100,12 +99,7 @@ class ByteProgress:
         else:
             print(text, file=sys.stderr, flush=True)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -191,4 +185,4 @@ class PreprocessProgress:
     def close(self) -> None:
         """Remove the progress bar."""
         if self._bytes is not None:
-            self._bytes.__exit__(None, None, None)
+            self._bytes.__exit__()

@@ -73,13 +73,14 @@ def chosen_layout(
 
 
 def equal_to_first(chosen: Sequence[ChosenLayout]) -> list[int]:
-    """List the numbers of the layouts whose speed differs from the first one's by no more than noise.
+    """List the numbers of the layouts that are as fast as the first one, but for noise.
 
     The noise is that of identical runs (run_variation).
     """
-    most = chosen[0].estimate.tokens_per_s / (1 + chosen[0].estimate.run_variation)
+    first = chosen[0].estimate
+    least = first.tokens_per_s / (1 + first.run_variation)
     return [
-        number for number, one in enumerate(chosen, start=1) if one.estimate.tokens_per_s >= most
+        number for number, one in enumerate(chosen, start=1) if one.estimate.tokens_per_s >= least
     ]
 
 
@@ -284,7 +285,8 @@ def write_files(
 ) -> list[Path]:
     """Write the tables, and the best layout's plot, trace and job script; return their paths.
 
-    `site` is where the job runs, as returned by `site_of`. Raises ConfigError if a file cannot be written.
+    `site` is where the job runs, as returned by `site_of`. Raises ConfigError if a file cannot be
+    written.
     """
     space = layout_search.space
     (layout, winner, record) = chosen[0]

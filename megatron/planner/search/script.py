@@ -44,7 +44,7 @@ _VARIABLES = "SBATCH_ACCOUNT SBATCH_PARTITION SITE_DATA SITE_VOCAB SITE_MERGES S
 
 
 class JobSite(NamedTuple):
-    """What a job needs besides the layout, from flags, variables and the site's site.env.
+    """Needs of a job besides its layout, from flags, variables and the site's site.env.
 
     flags   flags of pretrain_gpt.py for the data, unless the user has given some
     python  interpreter of the job

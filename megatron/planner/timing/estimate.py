@@ -174,8 +174,8 @@ class Estimate:
     @functools.cached_property
     def confidence(self) -> Confidence:
         """Figures that this estimate uses."""
-        graphs = self.config.kernels.cuda_graph_impl is not None
-        rates = DeviceRates(self.cluster, self.config.precision.dtype_name, graphs=graphs)
+        # not the shared rates, which record what other estimates use
+        rates = DeviceRates(self.cluster, *_rate_options(self.config))
         slowest_share(self.config, rates)
         device = self.cluster.device_type
         traced = trace(self.config, device)
@@ -254,8 +254,12 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
 
 
 def _rates(config: Config, cluster: Cluster) -> DeviceRates:
-    graphs = config.kernels.cuda_graph_impl is not None
-    return rates_of(cluster, config.precision.dtype_name, graphs=graphs)
+    return rates_of(cluster, *_rate_options(config))
+
+
+def _rate_options(config: Config) -> tuple[str, bool]:
+    """Return the dtype of the products, and whether passes are recorded as graphs."""
+    return config.precision.dtype_name, config.kernels.cuda_graph_impl is not None
 
 
 def slowest_share(config: Config, rates: DeviceRates) -> float:
