@@ -4,8 +4,10 @@ No figure of a machine's file was fitted to them. A row has its complete layout 
 pretrain_gpt.py, so that the time model treats it like any other run. Its kernels and its attention
 become flags here, in one place for all rows. `caveat` lists differences that neither expresses.
 
-Half of the rows are set aside: the time model was developed without looking at predictions for
-them. The rule was fixed before any of these rows was collected (`PublishedRun.set_aside`).
+Many rows are set aside: the time model was developed without looking at predictions for them. The
+rule was fixed before any of these rows was collected (`PublishedRun.set_aside`). It has been used
+twice: the rows of `published_rows/second/` were collected after predictions for the others had been
+judged and published.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ class PublishedRun:
     node_gbit  Gb/s of a node's network cards together, if they differ from the machine's
     irregular  why the speed says little about the layout: it is left out of summaries of errors
     known      whether its prediction was known before the rule for the halves was fixed
+    second     whether it belongs to the second collection
     """
 
     name: str
@@ -87,15 +90,21 @@ class PublishedRun:
     node_gbit: float | None = None
     irregular: str = ""
     known: bool = False
+    second: bool = False
 
     @property
-    def set_aside(self) -> bool:
-        """Membership in the half on which the time model is judged.
+    def drawn(self) -> bool:
+        """Membership in the part of its collection on which the time model was judged.
 
         Of the rows whose predictions were not known before, two thirds do, by the hash of the name.
         """
         digest = hashlib.sha256(self.name.encode()).digest()
         return not self.known and int.from_bytes(digest[:8]) % 3 > 0
+
+    @property
+    def set_aside(self) -> bool:
+        """Membership in the part of the second collection on which the time model is judged."""
+        return self.second and self.drawn
 
     @property
     def origin(self) -> str:
@@ -120,7 +129,12 @@ class PublishedRun:
         cluster = load_cluster(of_rows if of_rows.exists() else self.machine)
         if self.node_gbit:
             cluster = _with_network(cluster, self.node_gbit / 8)
-        prefix = f"attention_{self.attention}."
+        attention = self.attention
+        if attention == "unknown" and self.kernels == "te":
+            # Transformer Engine prefers it on Hopper, the only devices that have its rates
+            # (github.com/NVIDIA/NeMo, pull request 9188)
+            attention = "cudnn"
+        prefix = f"attention_{attention}."
         name = f"attention.{self.config.precision.dtype_name}."
         return cluster.with_figures(
             replace(figure, name=figure.name.replace(prefix, name))
@@ -183,10 +197,14 @@ def _runs(path: Path) -> list[PublishedRun]:
             fields = {**series, **row}
             flags = tables.get("models", {}).get(fields.pop("model", ""), "")
             flags = " ".join([flags, series.get("flags", ""), row.get("flags", "")])
-            runs.append(PublishedRun(**{**fields, "flags": flags}))
+            second = path.parent != _ROWS
+            runs.append(PublishedRun(**{**fields, "flags": flags, "second": second}))
     return runs
 
 
 RUNS: tuple[PublishedRun, ...] = tuple(
-    run for path in sorted(_ROWS.glob("*.toml")) for run in _runs(path)
+    run
+    for pattern in ("*.toml", "second/*.toml")
+    for path in sorted(_ROWS.glob(pattern))
+    for run in _runs(path)
 )
