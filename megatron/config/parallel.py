@@ -341,8 +341,8 @@ class EngineConfig:
     zero_reduce_bucket_size: int = option(
         0,
         "Maximum number of elements per reduction or gather message; a larger parameter has a "
-        "message of its own. 0: 1M per data-parallel rank, at least 4M. Larger values than that "
-        "have no effect.",
+        "message of its own. 0: 1M per data-parallel rank (4M with ZeRO stage 3), at least 4M. "
+        "Larger values than that have no effect.",
         Range(0, 10**12),
         flags="--zero-reduce-bucket-size --ddp-bucket-size",
     )

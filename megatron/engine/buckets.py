@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _SMALLEST = 4_000_000
 _PER_RANK = 1_000_000
+_PER_RANK_OF_A_CALL = 4_000_000
 
 ALIGNMENT = 8
 """A rank's share of a bucket is a multiple of this number of elements, so that each share begins on
@@ -159,7 +160,8 @@ def bucket_limit(config: Config, ranks: int) -> float:
     """
     if ranks == 1 and not (has_16_bit_moments(config) or config.engine.cpu_offload):
         return math.inf
-    return bucket_elements(config.engine.zero_reduce_bucket_size, ranks)
+    engine = config.engine
+    return bucket_elements(engine.zero_reduce_bucket_size, ranks, engine.zero_stage)
 
 
 def bucket_rule(config: Config, ranks: int) -> BucketRule:
@@ -175,14 +177,19 @@ def bucket_rule(config: Config, ranks: int) -> BucketRule:
     return BucketRule(limit, full_parameters, mup_scales(config), decouples, key)
 
 
-def bucket_elements(most: int, ranks: int) -> int:
+def bucket_elements(most: int, ranks: int, zero_stage: int = 0) -> int:
     """Return the size, in elements, of buckets over `ranks` data-parallel ranks.
 
     It is a million per rank, so that each rank's message is worth its latency (4 MB in fp32) and a
     checkpoint has few shards. For up to four ranks it is 4 million, small enough for many buckets
     to be in flight during a backward pass. It never exceeds `most`, unless that is 0.
+
+    With ZeRO stage 3 it is four million per rank: a bucket never spans two calls, and all weights
+    of a call are gathered together, so that smaller messages would save no memory, but cost the
+    latency of a ring over all nodes several times for each layer.
     """
-    size = max(_SMALLEST, ranks * _PER_RANK)
+    per_rank = _PER_RANK_OF_A_CALL if zero_stage == 3 else _PER_RANK
+    size = max(_SMALLEST, ranks * per_rank)
     return min(most, size) if most else size
 
 

@@ -362,7 +362,7 @@ class Reductions:
         if final:
             self._final.add(bucket)
         yield BucketInstruction(BucketOp.REDUCE, bucket)
-        if self._plan.zero.hops(BucketOp.REDUCE, self._plan.buckets[bucket]):
+        if self._plan.reduced_by_message[bucket]:
             self.flying.append(bucket)
         else:
             yield from self._arrived(bucket)
@@ -436,6 +436,11 @@ class ZeroPlan:
         some = min(self.calls, default=0)  # for a bucket without parameters
         firsts = (bucket.members[:1] for bucket in self.buckets)
         return tuple(self.first_uses[first[0]][0] if first else some for first in firsts)
+
+    @functools.cached_property
+    def reduced_by_message(self) -> tuple[bool, ...]:
+        """For each bucket, whether its reduction is a message."""
+        return tuple(bool(self.zero.hops(BucketOp.REDUCE, bucket)) for bucket in self.buckets)
 
     @functools.cached_property
     def of_several_stages(self) -> frozenset[int]:

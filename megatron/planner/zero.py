@@ -5,36 +5,41 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
-from megatron.engine.zero_plan import BucketInstruction, BucketOp, Reductions, ZeroPlan
+from megatron.engine.buckets import BucketPlan
+from megatron.engine.zero_plan import BucketInstruction, BucketOp, Reductions, Zero, ZeroPlan
 from megatron.planner.events import GroupMessage
 
 
 def messages_of(plan: ZeroPlan, instructions: Iterable[BucketInstruction]) -> list[GroupMessage]:
     """List the collectives that the instructions run; their bytes include padding."""
-    zero = plan.zero
+    return [
+        message
+        for op, number, _ in instructions
+        for message in _messages(plan.zero, plan.buckets[number], op)
+    ]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _messages(zero: Zero, bucket: BucketPlan, op: BucketOp) -> tuple[GroupMessage, ...]:
+    """Return the collectives of an instruction on a bucket."""
+    sizes = zero.sizes_of(bucket.kind.experts)
+    # if as many ranks share an expert as another parameter, they are the same ones
+    dimension = "data" if sizes == zero.sizes else "expert_data"
+    ranks = {
+        "inner": sizes.inner,
+        "outer": sizes.states // sizes.inner,
+        "copies": sizes.gradient_ranks // sizes.states,
+    }
     messages = list[GroupMessage]()
-    for op, number, _ in instructions:
-        bucket = plan.buckets[number]
-        sizes = zero.sizes_of(bucket.kind.experts)
-        # if as many ranks share an expert as another parameter, they are the same ones
-        dimension = "data" if sizes == zero.sizes else "expert_data"
-        ranks = {
-            "inner": sizes.inner,
-            "outer": sizes.states // sizes.inner,
-            "copies": sizes.gradient_ranks // sizes.states,
-        }
-        for hop in zero.hops(op, bucket):
-            of_weights = hop.kind == "all_gather"
-            each = zero.bytes_of_weight(bucket) if of_weights else zero.gradient_bytes
-            size = each * bucket.padded(sizes.states) / hop.divided
-            # a group of all data-parallel ranks is the data-parallel group
-            group = (
-                dimension
-                if ranks[hop.ranks] == sizes.gradient_ranks
-                else f"{dimension}.{hop.ranks}"
-            )
-            messages.append(GroupMessage(hop.kind, size, group))
-    return messages
+    for hop in zero.hops(op, bucket):
+        of_weights = hop.kind == "all_gather"
+        each = zero.bytes_of_weight(bucket) if of_weights else zero.gradient_bytes
+        size = each * bucket.padded(sizes.states) / hop.divided
+        # a group of all data-parallel ranks is the data-parallel group
+        of_all = ranks[hop.ranks] == sizes.gradient_ranks
+        group = dimension if of_all else f"{dimension}.{hop.ranks}"
+        messages.append(GroupMessage(hop.kind, size, group))
+    return tuple(messages)
 
 
 @functools.lru_cache(maxsize=1 << 10)
