@@ -355,7 +355,7 @@ def _worlds(args: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
 
 def _whole_nodes(nodes: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
     """Return the devices of each number of nodes. Raises ConfigError for too many nodes."""
-    cluster.wall_limit_hours(max(nodes))
+    cluster.check_nodes(max(nodes))
     return tuple(cluster.devices_per_node * count for count in nodes)
 
 

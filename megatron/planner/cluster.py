@@ -10,12 +10,22 @@ This module does not need torch, so it works on a login node.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import Field, Strict, TypeAdapter, ValidationError
 
@@ -196,11 +206,27 @@ class WallLimit(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """Slurm partition or quality of service; None: it has no limit of its own."""
+    """Slurm partition; None: it has no limit of its own."""
 
     name: str
     max_nodes: Count | None = None
     max_hours: Positive | None = None
+
+
+class QualityOfService(NamedTuple):
+    """Slurm quality of service; None: it has no limit of its own.
+
+    over_partition  whether its limits replace those of the partition, as with Slurm's flags
+                    PartitionMaxNodes and PartitionTimeLimit; otherwise both apply
+    """
+
+    name: str
+    max_nodes: Count | None = None
+    max_hours: Positive | None = None
+    over_partition: Annotated[bool, Strict()] = False
+
+
+Q = TypeVar("Q", Queue, QualityOfService)
 
 
 class Host(NamedTuple):
@@ -267,7 +293,7 @@ class Cluster:
     host_link_gb_per_s: Positive | None = at("host.link_gb_per_s", None)
     wall_limits: tuple[WallLimit, ...] = at("slurm.wall_limits", ())
     partitions: tuple[Queue, ...] = at("slurm.partitions")
-    qos: tuple[Queue, ...] = at("slurm.qos", (Queue("normal"),))
+    qos: tuple[QualityOfService, ...] = at("slurm.qos", (QualityOfService("normal"),))
     nvme_path: str = at("nvme.path", "")
     sources: Mapping[str, str] = at("sources", {})
     compute: Mapping[str, Figure] = field(default_factory=dict)
@@ -336,16 +362,17 @@ class Cluster:
     ) -> float:
         """Return the longest wall time of a job of this many nodes, in hours.
 
-        The partition's limit replaces the machine's; that of the qos can only lower it.
-        Raises ConfigError for an unknown partition or qos, and for more nodes than these or the
-        machine allow.
+        The partition's limit replaces the machine's. That of the qos can only lower it, unless the
+        qos is `over_partition`: then it holds. Raises ConfigError for an unknown partition or qos,
+        and for more nodes than these or the machine allow.
         """
         where = self._queue("partition", self.partitions, partition)
         how = self._queue("qos", self.qos, qos)
         most = max((limit.nodes_to for limit in self.wall_limits), default=self.nodes)
+        replaced = how.over_partition and how.max_nodes is not None
         for text, allowed in (
             (f"cluster {self.name}", min(most, self.nodes)),
-            (f"partition {where.name}", where.max_nodes),
+            (f"partition {where.name}", None if replaced else where.max_nodes),
             (f"qos {how.name}", how.max_nodes),
         ):
             if allowed is not None and nodes > allowed:
@@ -356,9 +383,23 @@ class Cluster:
             limit.hours for limit in self.wall_limits if limit.nodes_from <= nodes <= limit.nodes_to
         ]
         hours = where.max_hours or min(by_size, default=float("inf"))
+        if how.over_partition and how.max_hours is not None:
+            return how.max_hours
         return min(hours, how.max_hours or hours)
 
-    def _queue(self, kind: str, known: tuple[Queue, ...], name: str | None) -> Queue:
+    def check_nodes(self, nodes: int) -> None:
+        """Raise ConfigError if no partition with any qos allows a job of this many nodes."""
+        problems = list[ConfigError]()
+        for partition, qos in itertools.product(self.partitions, self.qos):
+            try:
+                self.wall_limit_hours(nodes, partition.name, qos.name)
+            except ConfigError as problem:
+                problems.append(problem)
+            else:
+                return
+        raise problems[0]
+
+    def _queue(self, kind: str, known: tuple[Q, ...], name: str | None) -> Q:
         for queue in known:
             if name in (None, queue.name):
                 return queue

@@ -200,6 +200,13 @@ def test_without_a_machine_there_are_no_limits_and_that_is_said():
     assert any("no machine" in text for text in job.unchecked)
 
 
+@pytest.mark.parametrize(("qos", "refused"), [("normal", True), ("boost_qos_lprod", False)])
+def test_a_qos_may_allow_more_than_the_partition(qos, refused):
+    """Leonardo's partition ends jobs after a day, those of one qos after four."""
+    job = report(HEAD.replace("-t 02:00:00", f"-t 4-00 -q {qos}"), cluster="leonardo")
+    assert (("error", "time") in problems_of(job)) == refused, job.findings
+
+
 def test_of_a_foreign_script_nothing_is_run(tmp_path):
     Path("job.sbatch").write_text(HEAD + COMMAND)
     job = check(["job.sbatch", "--train-iters", "3"], "frontier")

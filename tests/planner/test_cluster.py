@@ -42,33 +42,47 @@ def test_cores_and_cards_of_frontier():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "partition", "qos", "hours"),
+    ("machine", "nodes", "partition", "qos", "hours"),
     [
-        (91, None, None, 2),
-        (92, None, None, 6),
-        (183, None, None, 6),
-        (184, None, None, 12),
-        (9472, "batch", "normal", 12),
-        (64, "extended", None, 24),
-        (9, "extended", "debug", 2),
+        ("frontier", 91, None, None, 2),
+        ("frontier", 92, None, None, 6),
+        ("frontier", 183, None, None, 6),
+        ("frontier", 184, None, None, 12),
+        ("frontier", 9472, "batch", "normal", 12),
+        ("frontier", 64, "extended", None, 24),
+        ("frontier", 9, "extended", "debug", 2),
+        ("leonardo", 64, None, None, 24),
+        ("leonardo", 8, None, "boost_qos_dbg", 0.5),
+        ("leonardo", 8, None, "boost_qos_lprod", 96),
+        ("leonardo", 256, "boost_usr_prod", "boost_qos_bprod", 24),
     ],
 )
-def test_wall_limits(nodes, partition, qos, hours):
-    assert FRONTIER.wall_limit_hours(nodes, partition, qos) == hours
+def test_wall_limits(machine, nodes, partition, qos, hours):
+    """On Leonardo two qos replace the limits of its partition; others can only lower them."""
+    cluster = load_cluster(machine)
+    assert cluster.wall_limit_hours(nodes, partition, qos) == hours
+    cluster.check_nodes(nodes)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "partition", "qos", "message"),
+    ("machine", "nodes", "partition", "qos", "message"),
     [
-        (65, "extended", None, "65 .*64 .*extended"),
-        (9473, None, None, "9472"),
-        (1, "gpu", None, "'gpu'.*batch, extended"),
-        (1, None, "fast", "'fast'.*normal, debug"),
+        ("frontier", 65, "extended", None, "65 .*64 .*extended"),
+        ("frontier", 9473, None, None, "9472"),
+        ("frontier", 1, "gpu", None, "'gpu'.*batch, extended"),
+        ("frontier", 1, None, "fast", "'fast'.*normal, debug"),
+        ("leonardo", 65, None, None, "65 .*64 .*boost_usr_prod"),
+        ("leonardo", 9, None, "boost_qos_lprod", "9 .*8 .*boost_qos_lprod"),
     ],
 )
-def test_no_such_job(nodes, partition, qos, message):
+def test_no_such_job(machine, nodes, partition, qos, message):
     with pytest.raises(ConfigError, match=message):
-        FRONTIER.wall_limit_hours(nodes, partition, qos)
+        load_cluster(machine).wall_limit_hours(nodes, partition, qos)
+
+
+def test_no_queue_has_so_many_nodes():
+    with pytest.raises(ConfigError, match="257.*256"):
+        load_cluster("leonardo").check_nodes(257)
 
 
 COPY = '[compute.memory.copy]\nvalue = 1250.0\nbasis = "published"\nrange = [0.8, 1.05]'

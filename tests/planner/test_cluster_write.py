@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
-from megatron.planner.cluster import Queue, load_cluster, read_cluster, write_cluster
+from megatron.planner.cluster import (
+    QualityOfService,
+    load_cluster,
+    read_cluster,
+    write_cluster,
+)
 from megatron.planner.compute import BASES, COLUMNS, SCALARS, Figure
 
 LUMI = load_cluster("lumi")
@@ -43,7 +48,7 @@ def test_any_figures_survive(compute, title, cores):
         title=title,
         shared_cores=cores,
         compute={f.name: f for f in compute},
-        qos=(Queue("a b", max_nodes=3),),
+        qos=(QualityOfService("a b", max_nodes=3, over_partition=True),),
         sources={**LUMI.sources, 'odd "name"': "line\nbreak \\ é"},
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -126,12 +126,13 @@ def test_what_a_job_needs_is_asked_before_the_search(capsys, tmp_path, monkeypat
         code, text = call(capsys, *SMALL, *output_to(tmp_path))
         assert code == 2 and "--account" not in text and "--data-path" in text
     site = {"SBATCH_ACCOUNT": "abc123", "SITE_DATA": "/my data", "SITE_VOCAB": "v.json"}
-    for name, value in site.items():
+    for name, value in (site | {"SBATCH_QOS": "debug"}).items():
         monkeypatch.setenv(name, value)
     code, text = call(capsys, *SMALL, "--layout", LAYOUT, "--output", str(tmp_path))
     assert code == 0, text
     script = (tmp_path / "job.sbatch").read_text()
     assert "--data-path '/my data'" in script and "--vocab-file v.json" in script
+    assert "#SBATCH -q debug\n" in script
 
 
 @pytest.mark.parametrize(
@@ -263,6 +264,13 @@ def test_the_plan_allows_what_the_dry_run_allows():
     args = plan.build_parser().parse_args(ONE)
     search = plan.make_search(args, MODEL)
     assert search.capacity == capacity_of(search.space.base, FRONTIER, "gpu") == 57.6 * 2**30
+
+
+def test_as_many_nodes_are_planned_as_any_queue_allows():
+    """Leonardo has 4 devices per node and a qos for 256 nodes, which is not the default."""
+    words = "--cluster leonardo --nodes 256 --global-batch 1024".split()
+    args = plan.build_parser().parse_args(words)
+    assert plan.make_search(args, MODEL).space.worlds == (1024,)
 
 
 @pytest.mark.slow

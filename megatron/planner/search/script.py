@@ -40,18 +40,22 @@ _SITES = {
 }
 """Machines that the launch scripts support, with additional #SBATCH lines."""
 
-_VARIABLES = "SBATCH_ACCOUNT SBATCH_PARTITION SITE_DATA SITE_VOCAB SITE_MERGES SITE_VENV".split()
+_VARIABLES = (
+    "SBATCH_ACCOUNT SBATCH_PARTITION SBATCH_QOS SITE_DATA SITE_VOCAB SITE_MERGES SITE_VENV"
+).split()
 
 
 class JobSite(NamedTuple):
     """Needs of a job besides its layout, from flags, variables and the site's site.env.
 
-    flags   flags of pretrain_gpt.py for the data, unless the user has given some
-    python  interpreter of the job
+    partition, qos  "" for the machine's default
+    flags           flags of pretrain_gpt.py for the data, unless the user has given some
+    python          interpreter of the job
     """
 
     account: str
     partition: str
+    qos: str
     flags: tuple[str, ...]
     python: Path
 
@@ -93,8 +97,10 @@ def site_of(
             flags += ["--vocab-file", variables["SITE_VOCAB"]]
             flags += ["--merge-file", variables["SITE_MERGES"]]
     partition = variables["SBATCH_PARTITION"]
-    cluster.wall_limit_hours(max(whole) // cluster.devices_per_node, partition or None)
-    return JobSite(account, partition, tuple(flags), Path(variables["SITE_VENV"], "bin", "python"))
+    qos = variables["SBATCH_QOS"]
+    cluster.wall_limit_hours(max(whole) // cluster.devices_per_node, partition or None, qos or None)
+    python = Path(variables["SITE_VENV"], "bin", "python")
+    return JobSite(account, partition, qos, tuple(flags), python)
 
 
 def _variables(file: Path, account: str | None) -> dict[str, str]:
@@ -125,12 +131,12 @@ def _site_script(
     nodes = config.parallel.world_size // cluster.devices_per_node
     name = preset or "gpt"
     model = preset or f"{config.model.num_layers} layers of width {config.model.hidden_size}"
-    hours, minutes = divmod(
-        math.floor(60 * cluster.wall_limit_hours(nodes, site.partition or None)), 60
-    )
+    limit_hours = cluster.wall_limit_hours(nodes, site.partition or None, site.qos or None)
+    hours, minutes = divmod(math.floor(60 * limit_hours), 60)
     comments = "".join(f"# {note}\n" for note in notes)
-    lines = (f"-p {site.partition}",) * bool(site.partition) + _SITES[cluster.name]
-    more = "".join(f"#SBATCH {line}\n" for line in lines)
+    queues = {"-p": site.partition, "-q": site.qos}
+    lines = [f"{flag} {queue}" for flag, queue in queues.items() if queue]
+    more = "".join(f"#SBATCH {line}\n" for line in (*lines, *_SITES[cluster.name]))
     file = f"examples/{cluster.name}/site.env"
     arguments = "\n".join(f"    {line}" for line in _by_flag(flags))
     return f"""\
