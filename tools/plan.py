@@ -167,7 +167,8 @@ def _add_output(out: argparse._ArgumentGroup) -> None:
         type=integer(),
         const=1,
         metavar="N",
-        help="show the arithmetic behind row N of the table, or behind --layout (default 1)",
+        help="show the arithmetic behind row N of the table, or behind --layout (default 1); "
+        "with --bounds, --paper-flops and --tokens also what these show of it",
     )
     out.add_argument(
         "--bounds",
@@ -208,6 +209,8 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     check_clock()
     restricted = [_restrict_to_layout(layout_search, text) for text in args.layout]
     site = None
+    if args.account is not None and args.output is None:
+        raise ConfigError(f"--account {args.account} is for a job script: give --output, too")
     if args.output is not None:
         if args.explain is not None or len(restricted) > 1:
             raise ConfigError(
@@ -217,6 +220,11 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         space = layout_search.space
         worlds = (restricted or [layout_search])[0].space.worlds
         site = site_of(space.cluster, worlds, space.base, args.account)
+        if site is None and args.account is not None:
+            raise ConfigError(
+                f"--account {args.account}: --output writes command.sh for {space.cluster.name} "
+                "or a part of a node, which names no project: leave out --account"
+            )
         output.make_folder(args.output)
     _say(_headline(layout_search))
     results = list[SearchResult]()
@@ -235,7 +243,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         if args.explain > len(chosen):
             raise ConfigError(f"--explain {args.explain}: there are only {len(chosen)} layouts")
         print(layout_search.space.write(best[args.explain - 1]))
-        _show(args, explain(chosen[args.explain - 1].estimate))
+        _show(args, _explanation(chosen[args.explain - 1], args))
         return 0
     if chosen:
         _show(args, _tables(chosen, args))
@@ -418,10 +426,22 @@ def _tables(chosen: Sequence[ChosenLayout], args: argparse.Namespace) -> list[Ta
         output.layout_table(chosen, args.tokens, papers=args.paper_flops),
         output.components_table(chosen),
     ]
-    if args.bounds:
-        with SearchProgress() as progress:
-            tables.append(output.bounds_table(chosen, progress))
-    return tables
+    return [*tables, *_bounds(chosen, args)]
+
+
+def _explanation(one: ChosenLayout, args: argparse.Namespace) -> list[Table]:
+    """Return the arithmetic of a layout, and what --tokens, --paper-flops and --bounds ask for."""
+    tables = explain(one.estimate)
+    if args.paper_flops or args.tokens is not None:
+        tables.append(output.layout_table([one], args.tokens, papers=args.paper_flops))
+    return [*tables, *_bounds([one], args)]
+
+
+def _bounds(chosen: Sequence[ChosenLayout], args: argparse.Namespace) -> list[Table]:
+    if not args.bounds:
+        return []
+    with SearchProgress() as progress:
+        return [output.bounds_table(chosen, progress)]
 
 
 def _tables_of_search(layout_search: LayoutSearch, result: SearchResult) -> list[Table]:

@@ -194,6 +194,22 @@ def test_bounds_and_the_formula_of_the_paper_are_options(capsys):
     )
 
 
+def test_an_explained_layout_has_what_other_options_ask_for(capsys):
+    """Bounds, the paper's FLOP/s and the cost of a length are of the explained layout alone."""
+    words = [*SMALL, "--markdown", "--layout", LAYOUT, "--explain"]
+    plain, full = (
+        {table.partition("\n")[0] for table in text.split("\n\n") if table.startswith("|")}
+        for _, text in (
+            call(capsys, *words),
+            call(capsys, *words, "--bounds", "--paper-flops", "--tokens", "1e9"),
+        )
+    )
+    more = full - plain
+    assert plain < full and len(more) == 2
+    for column in ("slow ends", "TFLOP/s (paper)", "node-hours"):
+        assert any(column in header for header in more)
+
+
 def test_nothing_fits(capsys):
     for words in ([], ["--explain"]):
         code, text = call(capsys, *SMALL, "--headroom", "99.9%", *words)
@@ -216,6 +232,11 @@ def test_nothing_fits(capsys):
         ([*SMALL, "--layout", LAYOUT, "--layout", "tp=4", "--output", "x"], ["--output"]),
         ([*SMALL, "--allow", "devices=0-1"], ["devices=0-1", "0 to 7"]),
         ([*SMALL, "--output", "runs", "--account", "a; b"], ["a; b"]),
+        ([*SMALL, "--account", "abc123"], ["--account abc123", "--output"]),
+        (
+            [*SMALL, "--cluster", "mi300x", "--output", "runs", "--account", "abc123"],
+            ["--account abc123", "mi300x"],
+        ),
     ],
 )
 def test_mistakes(capsys, words, fragments):
