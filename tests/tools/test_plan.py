@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -314,6 +315,40 @@ def test_a_part_of_a_node_gets_a_command_that_runs(capsys, tmp_path):
         assert candidate_of(config).tp == int(planned["tp"])
         assert candidate_of(config).rank_order == planned["order"]
         assert plan_ranks(config, Launch(world_size=devices)).mapping.device_order == ()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables", "start"),
+    [
+        ("srun", {}, "-N 2 -n 16 --ntasks-per-node=8 -c 14 python"),
+        (
+            "torchrun",
+            {"NODE_RANK": "1", "MASTER_ADDR": "first"},
+            "--nnodes=2 --nproc-per-node=8 --node-rank=1 --master-addr=first --master-port=29500",
+        ),
+    ],
+)
+def test_a_command_for_several_nodes_starts_there(capsys, tmp_path, launcher, variables, start):
+    """With Slurm, or on each node without; ranks are placed as on the file's machine."""
+    machine = tmp_path / "mine.toml"
+    machine.write_text('include = ["clusters/dgx-h100"]\nname = "mine"\n')
+    words = f"--cluster {machine} --nodes 2 --global-batch 16 --output {tmp_path} --layout {LAYOUT}"
+    code, text = call(capsys, *words.split(), flags=MOCK)
+    assert code == 0, text
+    program = tmp_path / launcher
+    program.write_text(f'#!{sys.executable}\nimport sys\nprint("\\0".join(sys.argv[1:]), end="")')
+    program.chmod(0o755)
+    bash = shutil.which("bash")
+    run = [bash, tmp_path / "command.sh", "--seed", "7"]
+    environ = {"PATH": str(tmp_path), **variables}
+    done = subprocess.run(run, env=environ, capture_output=True, text=True)
+    before, _, after = done.stdout.partition("\0pretrain_gpt.py\0")
+    assert before.split("\0") == start.split(), done
+    config = parse_plan([*after.split("\0"), "--world-size", "16"])
+    assert config.parallel.cluster == str(machine)
+    assert (config.parallel.pipeline_model_parallel_size, config.training.seed) == (2, 7)
+    without = subprocess.run(run, env={"PATH": "/nowhere"}, capture_output=True, text=True)
+    assert without.returncode and "NODE_RANK" in without.stderr
 
 
 def test_the_flags_give_the_layout():

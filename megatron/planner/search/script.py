@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron.config import Config, command_line_of
 from megatron.config.validate import DATA
 from megatron.errors import ConfigError
-from megatron.planner.cluster import Cluster
+from megatron.planner.cluster import CLUSTERS, Cluster
 from megatron.planner.trace import cached_sizes
 from megatron.untrusted import write_text
 
@@ -223,13 +223,42 @@ def write_script(
         return write_text(folder / "job.sbatch", text, choose=CHOOSE)
     if not {*DATA, "mock_data"} & config.explicit.keys():
         notes.append("Give the training data as arguments: --data-path PREFIX, or --mock-data")
-    nodes = -(-devices // each)
-    start = f"torchrun --nproc-per-node={devices}"
-    if nodes > 1:
-        start = f"srun -N {nodes} -n {devices} --ntasks-per-node={each} python"
-    lines = [
-        "#!/bin/bash",
-        *(f"# {note}" for note in notes),
-        f'{start} pretrain_gpt.py {shlex.join(flags)} "$@"',
-    ]
+    if devices % each == 0:  # the placement of ranks depends on the node's devices and cores
+        flags += ["--cluster", _name(cluster)]
+    command = f'pretrain_gpt.py {shlex.join(flags)} "$@"'
+    if devices > each:
+        lines = [*_on_nodes(cluster, devices // each, notes), f'"${{start[@]}}" {command}']
+    else:
+        comments = (f"# {note}" for note in notes)
+        lines = ["#!/bin/bash", *comments, f"torchrun --nproc-per-node={devices} {command}"]
     return write_text(folder / "command.sh", "\n".join(lines) + "\n", choose=CHOOSE)
+
+
+def _name(cluster: Cluster) -> str:
+    """Return the name of a machine of this package, or else the path of its file."""
+    path = Path(cluster.path)
+    return path.stem if path.parent == CLUSTERS else cluster.path
+
+
+def _on_nodes(cluster: Cluster, nodes: int, notes: Sequence[str]) -> list[str]:
+    """Return the first lines of a script for several nodes, with or without Slurm."""
+    each = cluster.devices_per_node
+    last = nodes - 1
+    comments = (
+        *notes,
+        f"With Slurm run this once, in an allocation of {nodes} nodes or on a login node.",
+        "Without Slurm run it on each node, with the node's number and the name of node 0:",
+        f"    NODE_RANK=0..{last} MASTER_ADDR=HOST [MASTER_PORT=PORT] bash command.sh",
+    )
+    number = f"${{NODE_RANK:?set it to the number of this node, 0 to {last}}}"
+    host = "${MASTER_ADDR:?set it to the name or address of node 0}"
+    return [
+        "#!/bin/bash",
+        *(f"# {comment}" for comment in comments),
+        f"start=(srun -N {nodes} -n {nodes * each} --ntasks-per-node={each} "
+        f"-c {cluster.cpus_per_task} python)",
+        "if [[ -n ${NODE_RANK:-} ]] || ! command -v srun >/dev/null; then",
+        f'    start=(torchrun --nnodes={nodes} --nproc-per-node={each} "--node-rank={number}"',
+        f'        "--master-addr={host}" "--master-port=${{MASTER_PORT:-29500}}")',
+        "fi",
+    ]
