@@ -228,8 +228,10 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         output.make_folder(args.output)
     _say(_headline(layout_search))
     results = list[SearchResult]()
-    for each in restricted or [layout_search]:
-        with SearchProgress() as progress:
+    searches = restricted or [layout_search]
+    progress = SearchProgress(searches=len(searches))
+    for each in searches:
+        with progress:
             results.append(search(each, args.top, args.processes, progress))
     most = 1 if restricted else max(args.top, args.explain or 0)
     best = [candidate.layout for result in results for candidate in result.best[:most]]

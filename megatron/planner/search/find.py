@@ -425,7 +425,8 @@ def search(
                 done += len(sizes)
                 progress("ranking layouts", "sizes", done, result.sizes)
         heapq.heapify(ranked)
-        most = len(ranked)
+        to_check = len(ranked)  # less those that turn out to be too slow
+        checked = 0
         while ranked:
             some: list[Ranked] = []
             while ranked and len(some) < _ROUND:
@@ -435,6 +436,7 @@ def search(
                     enough[value] >= OF_EACH_VALUE for value in values
                 ):
                     pruned += 1
+                    to_check -= not one.memory
                 elif not one.memory:
                     some.append(one)
                 else:
@@ -445,7 +447,9 @@ def search(
                     heapq.heappush(ranked, answer)
                 else:
                     result.rejections.add(*answer)
-                progress("checking memory", "layouts", most - len(ranked), most)
+                checked += 1
+                progress("checking memory", "layouts", checked, to_check)
+        progress("checking memory", "layouts", checked, to_check)
         alike: dict[object, list[Ranked]] = {}
         for one in fit:
             of = one.layout

@@ -11,6 +11,7 @@ from megatron.planner.cluster import load_cluster
 from megatron.planner.layout import CandidateLayout
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.placement import placement_of
+from megatron.planner.progress import STAGES
 from megatron.planner.search import find
 from megatron.planner.search.find import search, values_of, worthwhile_placements
 from megatron.planner.search.space import Rejections
@@ -100,6 +101,23 @@ def test_the_search_finds_what_estimating_everything_finds(gib, choices, monkeyp
     for value, score in best.items():
         assert by_value[value].score == pytest.approx(score, rel=6e-3), value
     assert all(judged.memory <= problem.capacity for judged in result.estimated)
+
+
+@pytest.mark.slow
+def test_a_search_tells_its_progress(monkeypatch):
+    """Of each activity a part is done that never becomes less, and ends as the whole."""
+    monkeypatch.setattr(find, "ESTIMATED", 5)
+    monkeypatch.setattr(find, "OF_EACH_VALUE", 2)
+    shares = {}
+    problem = search_for(8.0, tp=(2, 4), pp=(1, 2), mbs=(1, 2), zero=(1,))
+    result = search(
+        problem,
+        top=4,
+        progress=lambda what, unit, done, total: shares.setdefault(what, []).append(done / total),
+    )
+    assert [*shares] == [*STAGES] and any("slower" in reason for reason in result.rejections.counts)
+    for share in shares.values():
+        assert share == sorted(share) and share[-1] == 1
 
 
 @pytest.mark.slow
