@@ -15,6 +15,7 @@ replaces them there, and writes megatron/planner/evidence.toml.
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from benchmarks.published_runs import RUNS
 from benchmarks.shared import parser
 from megatron.planner.cluster import assumed_figures, load_cluster
 from megatron.planner.evidence import write_evidence
-from megatron.planner.table import Table, print_table
+from megatron.planner.table import Table
 
 SPREAD = assumed_figures({})["run_variation"].value
 """Standard deviation of step times of identical runs, as a share; layouts of one source that differ
@@ -51,8 +52,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     half = None if options.all else options.set_aside
     tables = _of_runs(options.machine, half) | (_of_dash() if options.effects else {})
-    for table in tables.values():
-        print_table(table)
+    width = shutil.get_terminal_size().columns  # or 80, in a pipe or a file, too
+    for number, table in enumerate(tables.values()):
+        if number:
+            print()
+        print(table.text(width))
     return 0
 
 

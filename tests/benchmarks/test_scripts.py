@@ -129,3 +129,11 @@ def test_gpu_kit_names_an_interpreter_that_is_not_there(capsys):
     with pytest.raises(SystemExit):
         gpu_kit.main(["--python", "/nowhere", "--output", "/nowhere"])
     assert "/nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_published_results_fit_the_terminal(run, monkeypatch):
+    """The width is that of COLUMNS, in a pipe, too."""
+    monkeypatch.setenv("COLUMNS", "72")
+    lines = run("published", "--machine", "alps").splitlines()
+    assert 40 < max(map(len, lines)) <= 72
