@@ -12,27 +12,18 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
-from pydantic import Field, Strict, TypeAdapter, ValidationError
+from pydantic import Field, Strict
 
 from megatron.config.settings_file import written
 from megatron.errors import ConfigError
-from megatron.planner.compute import COLUMNS, Figure, is_cost, is_rate
-from megatron.untrusted import read_toml, write_text
+from megatron.planner.compute import BASES, COLUMNS, Figure, columns_of, is_cost, is_rate
+from megatron.planner.facts import Facts, quoted, source_key, source_of
+from megatron.untrusted import write_text
 
 CLUSTERS = Path(__file__).with_name("clusters")
 
@@ -43,7 +34,6 @@ CLUSTERS = Path(__file__).with_name("clusters")
 # entry of a mapping whose keys are tuples.
 
 GIB = 2**30
-_MOST_BYTES = 1 << 22  # of a file; that of a measured machine has about ten thousand
 _ROUNDED = 1.02  # bandwidths in a file are rounded
 _MOST_COUNT = 10**7  # nodes, devices, cores
 _MOST = 1e30  # seconds, TFLOP/s, GB/s
@@ -63,135 +53,6 @@ def at(key: str, default: Any = MISSING) -> Any:
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-class Facts:
-    """Contents of a parsed file, over those of the files that it includes.
-
-    Raises ConfigError if a file cannot be read. `take` raises ConfigError, with the file and the
-    key, for a missing or invalid value, and `check_known` for an unknown key.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._tables = _read_with_includes(path)
-        self._known: set[str] = set()
-
-    def error(self, key: str, problem: str) -> ConfigError:
-        return ConfigError(f"{self._path}: {key}: {problem}")
-
-    def find(self, key: str) -> Any:
-        """Return the value under a key, or None."""
-        return _find(self._tables, key)
-
-    def take(self, key: str, kind: Any, default: Any = MISSING) -> Any:
-        """Return the value under `key` as the type `kind`, or `default` if there is no value."""
-        self._known.add(key)
-        value = self.find(key)
-        if value is None:
-            if default is MISSING:
-                raise self.error(key, "is missing: see the files of known machines for its meaning")
-            return default
-        if get_origin(kind) is Mapping and get_args(kind)[0] is not str and isinstance(value, list):
-            try:
-                value = {tuple(row[:-1]): row[-1] for row in value}
-            except (TypeError, LookupError):
-                raise self.error(key, f"is not a list of rows: {reprlib.repr(value)}") from None
-        try:
-            return TypeAdapter(kind).validate_python(value)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = "".join(f"[{index}]" for index in first["loc"])
-            raise self.error(
-                key, f"{where} {first['msg']}, got {reprlib.repr(first['input'])}".strip()
-            ) from None
-
-    def check_known(self, table: Mapping[str, Any] | None = None, prefix: str = "") -> None:
-        """Raise ConfigError for a key that was never read."""
-        for name, value in (self._tables if table is None else table).items():
-            key = prefix + name
-            if key in self._known:
-                continue
-            if not isinstance(value, dict):
-                raise self.error(
-                    key, "is not a known key: see the files of known machines for all keys"
-                )
-            self.check_known(value, f"{key}.")
-
-
-def _find(tables: Mapping[str, Any], key: str) -> Any:
-    value: Any = tables
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
-def _read_with_includes(path: Path) -> dict[str, Any]:
-    """Read a file, and complete it by the files of this package that its `include` names.
-
-    A table is completed key by key, and any other value is taken as a whole from the last file that
-    has it; the file itself is the last. `include` is a list such as ["devices/mi250x"]. A figure is
-    replaced as a whole, with its basis and range. Its source is that of the same file.
-    """
-    tables = read_toml(path, _MOST_BYTES, error=ConfigError)
-    included = tables.pop("include", [])
-    merged: dict[str, Any] = {}
-    names = included if isinstance(included, list) else [included]
-    known = _files_to_include() if names else {}
-    for number, name in enumerate(names):
-        if not isinstance(name, str) or name not in known:
-            raise ConfigError(
-                f"{path}: include: there is no file {reprlib.repr(name)}: choose from "
-                f"{', '.join(sorted(known))}"
-            )
-        if name in names[:number]:
-            raise ConfigError(f"{path}: include: names {name} twice: name each file once")
-        _put_over(merged, _read_with_includes(known[name]))
-    _put_over(merged, tables)
-    return merged
-
-
-def _files_to_include() -> dict[str, Path]:
-    """Map the names of this package's files on devices and machines, without suffix, to paths."""
-    return {
-        f"{folder}/{path.stem}": path
-        for folder in ("devices", "clusters")
-        for path in CLUSTERS.with_name(folder).glob("*.toml")
-    }
-
-
-def _put_over(below: dict[str, Any], above: Mapping[str, Any]) -> None:
-    """Put a file over those that it includes. Each figure keeps the source that its file names."""
-    expected = {**_sources_by_figure(below), **_sources_by_figure(above)}
-    _merge(below, above)
-    sources = below.get("sources")
-    if not isinstance(sources, dict):
-        return
-    for figure, source in expected.items():
-        if source_of(sources, figure) != source:
-            sources[_source_key(figure)] = source
-
-
-def _sources_by_figure(tables: Mapping[str, Any]) -> dict[str, str]:
-    """Return the source of each figure of these tables by its name; "" for one without a source."""
-    sources = tables.get("sources")
-    known = sources if isinstance(sources, dict) else {}
-    return {
-        name: source_of(known, name)
-        for name in COLUMNS
-        if _find(tables, f"compute.{name}") is not None
-    }
-
-
-def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> None:
-    """Put the values of `above` into `below`; tables without a basis are merged key by key."""
-    for name, value in above.items():
-        old = below.get(name)
-        if isinstance(value, dict) and isinstance(old, dict) and "basis" not in {*value, *old}:
-            below[name] = dict(old)
-            _merge(below[name], value)
-        else:
-            below[name] = value
 
 
 # -- machines --------------------------------------------------------------------------------------
@@ -484,8 +345,9 @@ def read_cluster(path: Path) -> Cluster:
     values["links"] = {(min(pair), max(pair)): width for pair, width in values["links"].items()}
     values["local_order"] = values["local_order"] or plain
     values["device_orders"] = values["device_orders"] or (plain, values["local_order"])
-    figures = _figures(facts, values["sources"])
+    facts.know(f"compute.{name}.{part}" for name in COLUMNS for part in _PARTS)
     facts.check_known()
+    figures = _figures(facts, values["sources"])
     cluster = Cluster(**values, compute=figures, path=str(path))
     for key, problem in cluster.contradictions():
         raise facts.error(key, problem)
@@ -514,51 +376,57 @@ def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
     return figures
 
 
+_PARTS = ("value", "points", "basis", "range")
+"""Keys of a figure's table."""
+_BASIS = " or ".join(f'"{basis}"' for basis in BASES)
+
+
 def _figures(facts: Facts, sources: Mapping[str, str]) -> dict[str, Figure]:
     """Read the figures of [compute], with their sources from [sources]."""
     figures = {}
     for name, columns in COLUMNS.items():
         key = f"compute.{name}"
-        if facts.find(key) is None:
+        table = facts.find(key)
+        if table is None:
             continue
-        kind = Number if columns == 1 and is_cost(name) else Positive
-        value = facts.take(f"{key}.value", kind, None)
-        if value is None:
-            points = facts.take(f"{key}.points", tuple[tuple[Positive, ...], ...])
-        else:
-            points = ((*(1.0,) * (columns - 1), value),)
-        if {len(row) for row in points} != {columns}:
-            raise facts.error(f"{key}.points", f"expected rows of {columns} numbers")
-        basis = facts.take(f"{key}.basis", Literal["measured", "published", "assumed"])
-        low, high = facts.take(f"{key}.range", tuple[Positive, Positive], (1.0, 1.0))
-        if not low <= 1.0 <= high:
-            raise facts.error(
-                f"{key}.range",
-                f"expected a factor of at most 1 and one of at least 1, got {low} and {high}",
+        least = columns == 1 and is_cost(name)
+        unit = columns_of(name)
+        number = f"a number {'of at least' if least else 'greater than'} 0 ({unit.split(', ')[-1]})"
+        rows = f"rows of {columns} numbers ({unit})"
+        form = f"value = {number}" if columns == 1 else f"points = {rows}"
+        if not isinstance(table, dict):
+            text = (
+                f"is not a table, but {quoted(table)}: write a table with {form}, basis = {_BASIS}"
             )
+            raise facts.error(key, text)
+        if "value" in table and "points" in table:
+            raise facts.error(key, "has both value and points: leave out one of them")
+        if not {"value", "points"} & {*table}:
+            raise facts.error(key, f"has neither value nor points: write {form}")
+        if "value" in table:
+            value = facts.take(f"{key}.value", Number if least else Positive, write=number)
+            points = ((*(1.0,) * (columns - 1), value),)
+        else:
+            points = facts.take(f"{key}.points", tuple[tuple[Positive, ...], ...], write=rows)
+        for row in points or ((),):
+            if len(row) != columns:
+                raise facts.error(f"{key}.points", f"has the row {quoted([*row])}: write {rows}")
+        basis = facts.take(
+            f"{key}.basis", Literal["measured", "published", "assumed"], write=_BASIS
+        )
+        factors = "a factor of at most 1 and one of at least 1, such as [0.9, 1.2]"
+        low, high = facts.take(f"{key}.range", tuple[Positive, Positive], (1.0, 1.0), write=factors)
+        if not low <= 1.0 <= high:
+            raise facts.error(f"{key}.range", f"is {[low, high]}: write {factors}")
         source = source_of(sources, name)
         if not source:
             raise facts.error(
-                f"sources.{_source_key(name)}",
-                f"missing: expected a text that names the source of {key}",
+                f"sources.{source_key(name)}",
+                f"is missing: write a text that names the source of {key}",
+                of=key,
             )
         figures[name] = Figure(name, points, basis, source, low, high)
     return figures
-
-
-def _source_key(figure: str) -> str:
-    """Return the longest key of [sources] for a figure."""
-    return f"compute.{figure}".replace(".", "_")
-
-
-def source_of(sources: Mapping[str, str], figure: str) -> str:
-    """Return the text of [sources] under the longest prefix of a figure's key; "" for none.
-
-    The key is compute_NAME, with underscores for dots; a prefix consists of whole words.
-    """
-    words = _source_key(figure).split("_")
-    names = ("_".join(words[:count]) for count in range(len(words), 0, -1))
-    return next((sources[known] for known in names if known in sources), "")
 
 
 def write_cluster(cluster: Cluster, path: Path, heading: str = "") -> None:
@@ -586,7 +454,7 @@ def write_cluster(cluster: Cluster, path: Path, heading: str = "") -> None:
             facts["range"] = figure.low, figure.high
         tables[f"compute.{name}"] = facts
         if source_of(sources, name) != figure.source:
-            sources[_source_key(name)] = figure.source
+            sources[source_key(name)] = figure.source
     tables["sources"] = {**sources}
     for name, values in tables.items():
         lines += ["", f"[{name}]"] if name else []

@@ -100,6 +100,31 @@ COLUMNS: dict[str, int] = {
 }
 """Names of all figures, each with the number of columns of its points."""
 
+_COLUMNS_OF = {
+    "products": "m, n, k, TFLOP/s",
+    "attention": "sequence length, head size, TFLOP/s",
+    "memory": "bytes, GB/s",
+    "collectives": "ranks from one member to the next, members, nodes, bytes, s",
+    "bandwidth_by_nodes": "nodes, share",
+    "exchange_by_nodes": "nodes, share",
+    "messages": "1 within a node or 2 between nodes, bytes, s",
+}
+
+
+def columns_of(figure: str) -> str:
+    """Describe the columns of a figure's points, or the unit of a single number.
+
+    >>> columns_of("products.float16"), columns_of("launch_s"), columns_of("run_variation")
+    ('m, n, k, TFLOP/s', 'seconds', 'a share')
+    """
+    family = "attention" if figure.startswith("attention") else figure.split(".")[0]
+    if family in _COLUMNS_OF:
+        return _COLUMNS_OF[family]
+    if figure.endswith("_per_s"):
+        return "GB/s"
+    return "seconds" if is_time(figure) else "a share"
+
+
 Points = tuple[tuple[float, ...], ...]
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.planner.cluster import known_clusters, load_cluster, write_cluster
-from megatron.planner.compute import MEASURED, Figure
+from megatron.planner.cluster import CLUSTERS, known_clusters, load_cluster, write_cluster
+from megatron.planner.compute import BASES, MEASURED, Figure
 from megatron.planner.timing import estimate
 from tests.planner.timing.configs import run
 
@@ -182,6 +182,55 @@ def test_a_file_over_those_that_it_includes(tmp_path):
     for name in ("memory.copy", "products.float16", "kernel_s"):
         assert made.compute[name] == mi300a.compute[name] != lumi.compute[name]
     assert made.compute["hop_within_s"] == lumi.compute["hop_within_s"]
+
+
+FIGURE = "[compute]\nkernel_s = {{ {} }}"
+ROWS = "[compute.products]\nfloat16 = {{ points = {}, basis = 'measured' }}"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("compute = 5", ["compute:", "5", "[compute]"]),
+        ("[compute]\nmemory = 3", ["compute.memory:", "3", "[compute.memory]"]),
+        ("[compute]\nkernel_s = 5e-6", ["compute.kernel_s:", "5e-06", "value", "seconds", "basis"]),
+        (FIGURE.format("value = '5'"), ["compute.kernel_s.value:", "'5'", "seconds", "quotation"]),
+        (FIGURE.format("value = -5"), ["compute.kernel_s.value:", "-5", "at least 0"]),
+        (FIGURE.format("basis = 'measured'"), ["compute.kernel_s:", "value", "seconds"]),
+        (FIGURE.format("value = 5"), ["compute.kernel_s.basis:", *map('"{}"'.format, BASES)]),
+        (FIGURE.format("value = 5, points = [[5]]"), ["compute.kernel_s:", "value", "points"]),
+        (FIGURE.format("value = 5, bassis = 'measured'"), ["kernel_s.bassis:", "'measured'"]),
+        (
+            FIGURE.format("value = 5, basis = 'measured', range = 2"),
+            ["compute.kernel_s.range:", "2", "[0.9, 1.2]"],
+        ),
+        ("[compute]\nkernels_s = 5", ["compute.kernels_s:", "5", "kernel_s?"]),
+        (ROWS.format(5), ["compute.products.float16.points:", "5", "4 numbers", "TFLOP/s"]),
+        (ROWS.format([]), ["compute.products.float16.points:", "4 numbers", "TFLOP/s"]),
+        (ROWS.format([[8, 8, 8, "9"]]), ["float16.points[0][3]:", "'9'", "quotation"]),
+        ("sources = 5", ["sources:", "5"]),
+        ("[sources]\ncompute_products = 5", ["sources.compute_products:", "5"]),
+    ],
+)
+def test_a_malformed_figure_is_refused_with_what_to_write(tmp_path, text, named):
+    """The file itself is named, and none that it includes."""
+    path = tmp_path / "machine.toml"
+    path.write_text(f'include = ["clusters/lumi"]\n{text}\n')
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(path)
+    for fragment in (str(path), *named):
+        assert fragment in str(caught.value)
+    assert "lumi" not in str(caught.value) and "mi250x" not in str(caught.value)
+
+
+def test_the_file_that_holds_an_inherited_value_is_named(tmp_path):
+    """LUMI's file includes Frontier's, which has the links of eight devices."""
+    path = tmp_path / "machine.toml"
+    path.write_text('include = ["clusters/lumi"]\n[device]\nper_node = 4\n')
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(path)
+    for fragment in (str(path), "links.gb_per_s", str(CLUSTERS / "frontier.toml"), "0 to 3"):
+        assert fragment in str(caught.value)
 
 
 def test_a_figure_does_not_take_the_source_of_the_one_that_it_replaces(tmp_path):
