@@ -345,7 +345,7 @@ def read_cluster(path: Path) -> Cluster:
     values["links"] = {(min(pair), max(pair)): width for pair, width in values["links"].items()}
     values["local_order"] = values["local_order"] or plain
     values["device_orders"] = values["device_orders"] or (plain, values["local_order"])
-    facts.know(f"compute.{name}.{part}" for name in COLUMNS for part in _PARTS)
+    facts.know(f"compute.{name}.{entry}" for name in COLUMNS for entry in _FIGURE_KEYS)
     facts.check_known()
     figures = _figures(facts, values["sources"])
     cluster = Cluster(**values, compute=figures, path=str(path))
@@ -376,7 +376,7 @@ def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
     return figures
 
 
-_PARTS = ("value", "points", "basis", "range")
+_FIGURE_KEYS = ("value", "points", "basis", "range")
 """Keys of a figure's table."""
 _BASIS = " or ".join(f'"{basis}"' for basis in BASES)
 
