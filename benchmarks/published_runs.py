@@ -40,6 +40,10 @@ KERNELS = {
 those of Megatron-LM's default with it; compiled by torch.compile; or torch's own."""
 
 
+_SHARED_CLOUDS = {"aws-p5"}
+"""Machines whose bandwidth between nodes depends on other customers."""
+
+
 @dataclass(frozen=True)
 class PublishedRun:
     """Published run.
@@ -64,6 +68,7 @@ class PublishedRun:
                torch, or as "smi" shows it
     node_gbit  Gb/s of a node's network cards together, if they differ from the machine's
     irregular  why the speed says little about the layout: it is left out of summaries of errors
+    inferred   parts of the model or of the layout that the source does not state
     known      whether its prediction was known before the rule for the halves was fixed
     second     whether it belongs to the second collection
     """
@@ -89,6 +94,7 @@ class PublishedRun:
     memory_kind: str = ""
     node_gbit: float | None = None
     irregular: str = ""
+    inferred: str = ""
     known: bool = False
     second: bool = False
 
@@ -105,6 +111,22 @@ class PublishedRun:
     def set_aside(self) -> bool:
         """Membership in the part of the second collection on which the time model is judged."""
         return self.second and self.drawn
+
+    @property
+    def outside(self) -> str:
+        """Return why the accuracy that the guides state does not hold for this run; "" if it does.
+
+        Fixed after the first collection was judged, and before the second one was.
+        """
+        if self.inferred:
+            return "a part of the layout is inferred"
+        if self.config.model.num_experts:
+            return "experts"
+        if cached_sizes(self.config).parameters() < 1e9:
+            return "less than a billion parameters"
+        if self.machine in _SHARED_CLOUDS:
+            return "shared cloud"
+        return "software before 2024" if self.date < "2024" else ""
 
     @property
     def origin(self) -> str:
