@@ -152,7 +152,7 @@ class PublishedRun:
         if self.node_gbit:
             cluster = _with_network(cluster, self.node_gbit / 8)
         attention = self.attention
-        if attention == "unknown" and self.kernels == "te":
+        if attention == "unknown" and self.kernels in ("te", "megatron"):
             # Transformer Engine prefers it on Hopper, the only devices that have its rates
             # (github.com/NVIDIA/NeMo, pull request 9188)
             attention = "cudnn"
