@@ -171,7 +171,7 @@ def bucket_rule(config: Config, ranks: int) -> BucketRule:
     def full_parameters(record: Sharding) -> bool:
         return wants is not None and bool(wants(record.name, record.global_shape))
 
-    key = repr((config.model, config.optimizer)), config.pieces.optimizer
+    key = config.model, config.optimizer, config.pieces.optimizer
     decouples = config.optimizer.decouples
     limit = bucket_limit(config, ranks)
     return BucketRule(limit, full_parameters, mup_scales(config), decouples, key)

@@ -19,7 +19,12 @@ from typing import NamedTuple
 
 from megatron.config import Config
 from megatron.engine.buckets import BucketPlan
-from megatron.engine.optimizer_state import ROUND, has_kernel, optimizer_state
+from megatron.engine.optimizer_state import (
+    ROUND,
+    has_kernel,
+    optimizer_state,
+    wants_full_parameters,
+)
 from megatron.engine.zero_plan import BucketInstruction, BucketOp, Reductions, ZeroPlan, zero_of
 from megatron.errors import ConfigError
 from megatron.kernels.choose import assumed_fusions, choose_fusions
@@ -581,6 +586,8 @@ def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) ->
     messages overlap with the work of other rounds, except for the messages of one round. An
     all-to-all is assumed to take as long as an all-gather in which a rank sends the same amount.
     """
+    if wants_full_parameters(config) is None:
+        return 0.0
     device = cluster.device_type
     zero = zero_of(config)
     traced = trace(config, device)
