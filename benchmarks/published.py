@@ -76,6 +76,7 @@ def _of_runs(machine: str | None, set_aside: bool | None) -> dict[str, Table]:
         if mine:
             title = "runs that were set aside" if half else "runs used for development"
             tables[f"{mark}-machines"] = published.summary_table(title, mine, "machine")
+            tables[f"{mark}-scope"] = published.summary_table(title, mine, "scope")
             tables[f"{mark}-kinds"] = published.summary_table(title, mine, "kind")
             tables[f"{mark}-orders"] = published.order_table(f"order of {title}", mine, SPREAD)
             tables[f"{mark}-gains"] = published.gain_table(mine)

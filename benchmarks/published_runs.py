@@ -4,10 +4,10 @@ No figure of a machine's file was fitted to them. A row has its complete layout 
 pretrain_gpt.py, so that the time model treats it like any other run. Its kernels and its attention
 become flags here, in one place for all rows. `caveat` lists differences that neither expresses.
 
-Many rows are set aside: the time model was developed without looking at predictions for them. The
-rule was fixed before any of these rows was collected (`PublishedRun.set_aside`). It has been used
-twice: the rows of `published_rows/second/` were collected after predictions for the others had been
-judged and published.
+Many rows are set aside: the time model was developed without looking at predictions for them. There
+are three collections, in `published_rows/`, `second/` and `third/`. Each was collected after the
+predictions for the one before had been judged and published, and set aside by a rule that was fixed
+before (`PublishedRun.drawn`). From then on its rows serve for development.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.trace import cached_sizes
 
 _ROWS = Path(__file__).with_name("published_rows")
+
+_FOLDERS = _ROWS, _ROWS / "second", _ROWS / "third"
+"""Rows of each collection."""
 
 KERNELS = {
     "apex": "--no-cross-entropy-loss-fusion --no-rope-fusion",
@@ -70,7 +73,7 @@ class PublishedRun:
     irregular  why the speed says little about the layout: it is left out of summaries of errors
     inferred   parts of the model or of the layout that the source does not state
     known      whether its prediction was known before the rule for the halves was fixed
-    second     whether it belongs to the second collection
+    collection the collection that it belongs to, from 1
     """
 
     name: str
@@ -96,21 +99,23 @@ class PublishedRun:
     irregular: str = ""
     inferred: str = ""
     known: bool = False
-    second: bool = False
+    collection: int = 1
 
     @property
     def drawn(self) -> bool:
         """Membership in the part of its collection on which the time model was judged.
 
-        Of the rows whose predictions were not known before, two thirds do, by the hash of the name.
+        Of the first two collections, two thirds of the rows whose predictions were not known before
+        do, by the hash of the name; of the third, whose rows are all within the scope, all do.
         """
         digest = hashlib.sha256(self.name.encode()).digest()
-        return not self.known and int.from_bytes(digest[:8]) % 3 > 0
+        chosen = self.collection == 3 or int.from_bytes(digest[:8]) % 3 > 0
+        return chosen and not self.known
 
     @property
     def set_aside(self) -> bool:
-        """Membership in the part of the second collection on which the time model is judged."""
-        return self.second and self.drawn
+        """Membership in the part of the last collection on which the time model is judged."""
+        return self.drawn and self.collection == len(_FOLDERS)
 
     @property
     def outside(self) -> str:
@@ -210,7 +215,7 @@ def _with_network(cluster: Cluster, gb_per_s: float) -> Cluster:
     )
 
 
-def _runs(path: Path) -> list[PublishedRun]:
+def _runs(path: Path, collection: int) -> list[PublishedRun]:
     """Read a file: its models' flags, and series of runs with what they have in common."""
     tables: dict[str, Any] = tomllib.loads(path.read_text())
     runs = []
@@ -219,14 +224,13 @@ def _runs(path: Path) -> list[PublishedRun]:
             fields = {**series, **row}
             flags = tables.get("models", {}).get(fields.pop("model", ""), "")
             flags = " ".join([flags, series.get("flags", ""), row.get("flags", "")])
-            second = path.parent != _ROWS
-            runs.append(PublishedRun(**{**fields, "flags": flags, "second": second}))
+            runs.append(PublishedRun(**{**fields, "flags": flags, "collection": collection}))
     return runs
 
 
 RUNS: tuple[PublishedRun, ...] = tuple(
     run
-    for pattern in ("*.toml", "second/*.toml")
-    for path in sorted(_ROWS.glob(pattern))
-    for run in _runs(path)
+    for collection, folder in enumerate(_FOLDERS, 1)
+    for path in sorted(folder.glob("*.toml"))
+    for run in _runs(path, collection)
 )

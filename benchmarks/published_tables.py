@@ -90,11 +90,15 @@ def run_table(title: str, runs: Sequence[PredictedRun]) -> Table:
 
 
 def summary_table(title: str, runs: Sequence[PredictedRun], by: str) -> Table:
-    """Summarize the errors of predictions by "machine" or by "kind" of layout."""
+    """Summarize the errors of predictions by "machine", "kind" of layout, or "scope"."""
     groups: dict[str, list[float]] = {}
     for one in runs:
-        group = one.run.machine if by == "machine" else kind_of_layout(one.run.config)
-        groups.setdefault(group, []).append(one.ratio)
+        of_run = {
+            "machine": one.run.machine,
+            "kind": kind_of_layout(one.run.config),
+            "scope": one.run.outside or "within the scope",
+        }
+        groups.setdefault(of_run[by], []).append(one.ratio)
     lines = [(group, *Errors.of(ratios).cells) for group, ratios in sorted(groups.items())]
     every = ("all", *Errors.of(one.ratio for one in runs).cells)
     heads = (by, "runs", "median error", "nine of ten within", "worst")
