@@ -71,12 +71,15 @@ def _of_runs(machine: str | None, set_aside: bool | None) -> dict[str, Table]:
     for name in sorted({one.run.machine for one in every}):
         mine = [one for one in every if one.run.machine == name]
         tables[name] = published.run_table(mine[0].run.cluster.title, mine)
+    regular = [one for one in every if not one.run.irregular]
+    if regular:
+        title = "runs within the scope, and outside"
+        tables["scope"] = published.summary_table(title, regular, "scope")
     for half, mark in ((True, "set-aside"), (False, "seen")):
-        mine = [one for one in every if one.run.set_aside == half and not one.run.irregular]
+        mine = [one for one in regular if one.run.set_aside == half]
         if mine:
             title = "runs that were set aside" if half else "runs used for development"
             tables[f"{mark}-machines"] = published.summary_table(title, mine, "machine")
-            tables[f"{mark}-scope"] = published.summary_table(title, mine, "scope")
             tables[f"{mark}-kinds"] = published.summary_table(title, mine, "kind")
             tables[f"{mark}-orders"] = published.order_table(f"order of {title}", mine, SPREAD)
             tables[f"{mark}-gains"] = published.gain_table(mine)
