@@ -17,13 +17,14 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import published_dash as dash
 from benchmarks import published_tables as published
-from benchmarks.published_runs import RUNS
+from benchmarks.published_runs import RUNS, SHARED_CLOUDS
 from benchmarks.shared import parser
 from megatron.planner.cluster import assumed_figures, load_cluster
 from megatron.planner.evidence import write_evidence
@@ -36,7 +37,8 @@ by less are not compared."""
 
 def main(argv: list[str] | None = None) -> int:
     made = parser(__doc__)
-    made.add_argument("--machine", help="only runs on this machine")
+    machines = sorted({run.machine for run in RUNS})
+    made.add_argument("--machine", choices=machines, metavar="M", help="only runs on this machine")
     halves = made.add_mutually_exclusive_group()
     halves.add_argument("--set-aside", action="store_true", help="only runs that were set aside")
     halves.add_argument("--all", action="store_true", help="all runs")
@@ -46,12 +48,20 @@ def main(argv: list[str] | None = None) -> int:
     made.add_argument("--update", metavar="FILE", type=Path, help=update)
     options = made.parse_args(argv)
     if options.update:
-        tables = _of_runs(None, None) | _of_dash()
+        every = published.predicted_runs(RUNS)
+        tables = _of_runs(every) | _of_dash()
         options.update.write_text(updated(options.update.read_text(), tables))
-        write_evidence(published.ratios_by_kind(RUNS))
+        write_evidence(published.ratios_by_kind(every), SHARED_CLOUDS)
         return 0
-    half = None if options.all else options.set_aside
-    tables = _of_runs(options.machine, half) | (_of_dash() if options.effects else {})
+    aside = None if options.all else options.set_aside
+    chosen = [
+        run
+        for run in RUNS
+        if options.machine in (None, run.machine) and aside in (None, run.set_aside)
+    ]
+    if not chosen:
+        raise SystemExit("no such run is set aside: leave out --set-aside, or --machine")
+    tables = _of_runs(published.predicted_runs(chosen)) | (_of_dash() if options.effects else {})
     width = shutil.get_terminal_size().columns  # or 80, in a pipe or a file, too
     for number, table in enumerate(tables.values()):
         if number:
@@ -60,13 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _of_runs(machine: str | None, set_aside: bool | None) -> dict[str, Table]:
-    """Tabulate runs of other codes; set_aside: which half, None for both, with tables for each."""
-    every = [
-        published.predicted_run(run)
-        for run in RUNS
-        if machine in (None, run.machine) and set_aside in (None, run.set_aside)
-    ]
+def _of_runs(every: Sequence[published.PredictedRun]) -> dict[str, Table]:
+    """Tabulate runs of other codes."""
     tables = {}
     for name in sorted({one.run.machine for one in every}):
         mine = [one for one in every if one.run.machine == name]
@@ -75,15 +80,17 @@ def _of_runs(machine: str | None, set_aside: bool | None) -> dict[str, Table]:
     if regular:
         title = "runs within the scope, and outside"
         tables["scope"] = published.summary_table(title, regular, "scope")
-    for half, mark in ((True, "set-aside"), (False, "seen")):
-        mine = [one for one in regular if one.run.set_aside == half]
+    for aside, mark in ((True, "set-aside"), (False, "seen")):
+        mine = [one for one in regular if one.run.set_aside == aside]
         if mine:
-            title = "runs that were set aside" if half else "runs used for development"
+            title = "runs that were set aside" if aside else "runs used for development"
             tables[f"{mark}-machines"] = published.summary_table(title, mine, "machine")
             tables[f"{mark}-kinds"] = published.summary_table(title, mine, "kind")
             tables[f"{mark}-orders"] = published.order_table(f"order of {title}", mine, SPREAD)
             tables[f"{mark}-gains"] = published.gain_table(mine)
-            tables[f"{mark}-memory"] = published.memory_table(one.run for one in mine)
+            with_memory = [one.run for one in mine if one.run.memory_gib is not None]
+            if with_memory:
+                tables[f"{mark}-memory"] = published.memory_table(with_memory)
     return tables
 
 

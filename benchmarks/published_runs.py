@@ -5,9 +5,9 @@ pretrain_gpt.py, so that the time model treats it like any other run. Its kernel
 become flags here, in one place for all rows. `caveat` lists differences that neither expresses.
 
 Many rows are set aside: the time model was developed without looking at predictions for them. There
-are three collections, in `published_rows/`, `second/` and `third/`. Each was collected after the
-predictions for the one before had been judged and published, and set aside by a rule that was fixed
-before (`PublishedRun.drawn`). From then on its rows serve for development.
+are three collections, in `published_rows/`, `second/` and `third/`. Before the first prediction for a
+collection, its rows and the rule by which they are set aside (`PublishedRun.drawn`) were committed.
+Once judged, its rows serve for development.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ KERNELS = {
 those of Megatron-LM's default with it; compiled by torch.compile; or torch's own."""
 
 
-_SHARED_CLOUDS = {"aws-p5"}
+CURRENT = "2024"
+"""First year of software that a prediction of today is compared with."""
+
+SHARED_CLOUDS = {"aws-p5"}
 """Machines whose bandwidth between nodes depends on other customers."""
 
 
@@ -129,9 +132,9 @@ class PublishedRun:
             return "experts"
         if cached_sizes(self.config).parameters() < 1e9:
             return "less than a billion parameters"
-        if self.machine in _SHARED_CLOUDS:
+        if self.machine in SHARED_CLOUDS:
             return "shared cloud"
-        return "software before 2024" if self.date < "2024" else ""
+        return f"software before {CURRENT}" if self.date < CURRENT else ""
 
     @property
     def origin(self) -> str:

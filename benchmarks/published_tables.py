@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.published_runs import RUNS, PublishedRun
+from benchmarks.published_runs import CURRENT, RUNS, PublishedRun
 from megatron.config import Config, ParallelConfig
 from megatron.config.command_line import parse_plan
 from megatron.pipeline.schedule import moments_of_rank
@@ -43,9 +43,22 @@ class PredictedRun:
         return abs(self.ratio - 1)
 
 
-@functools.cache
-def predicted_run(run: PublishedRun) -> PredictedRun:
-    return PredictedRun(run, estimate(run.config, run.cluster).seconds)
+def predicted_runs(runs: Sequence[PublishedRun], of_peaks: bool = False) -> list[PredictedRun]:
+    """Predict these of RUNS in as many processes as there are cores.
+
+    of_peaks  whether the speed of devices is not known but for their peaks
+    """
+    numbers = {run.name: number for number, run in enumerate(RUNS)}
+    with ProcessPoolExecutor() as pool:
+        chosen = (numbers[run.name] for run in runs)
+        seconds = pool.map(_seconds, chosen, itertools.repeat(of_peaks), chunksize=8)
+        return [PredictedRun(run, of_run) for run, of_run in zip(runs, seconds, strict=False)]
+
+
+def _seconds(number: int, of_peaks: bool) -> float:
+    run = RUNS[number]
+    cluster = _of_peaks(run.cluster) if of_peaks else run.cluster
+    return estimate(run.config, cluster).seconds
 
 
 def layout_words(config: Config) -> str:
@@ -105,13 +118,16 @@ def summary_table(title: str, runs: Sequence[PredictedRun], by: str) -> Table:
     return Table(title, heads, [*lines, every])
 
 
-def ratios_by_kind(runs: Iterable[PublishedRun]) -> dict[tuple[str, str], list[float]]:
-    """Return predicted over published seconds of regular runs, by machine and kind of layout."""
+def ratios_by_kind(runs: Iterable[PredictedRun]) -> dict[tuple[str, str], list[float]]:
+    """Return predicted over published seconds by machine and kind of layout.
+
+    Irregular runs and those with software before 2024 are left out.
+    """
     ratios: dict[tuple[str, str], list[float]] = {}
-    for run in runs:
-        if not run.irregular:
-            key = run.machine, kind_of_layout(run.config)
-            ratios.setdefault(key, []).append(predicted_run(run).ratio)
+    for one in runs:
+        if not one.run.irregular and one.run.date >= CURRENT:
+            key = one.run.machine, kind_of_layout(one.run.config)
+            ratios.setdefault(key, []).append(one.ratio)
     return ratios
 
 
@@ -163,10 +179,7 @@ def gain_table(runs: Sequence[PredictedRun]) -> Table:
     between the published and the predicted seconds of the one on the fewest devices, which is left
     out.
     """
-    of_peaks = [
-        PredictedRun(one.run, estimate(one.run.config, _of_peaks(one.run.cluster)).seconds)
-        for one in runs
-    ]
+    of_peaks = predicted_runs([one.run for one in runs], of_peaks=True)
     ordered = sorted(runs, key=lambda one: (one.run.devices, one.run.name))
     series = [(first, others) for first, *others in _by_model(ordered)]
     rest = [one for _, others in series for one in others]
@@ -200,7 +213,7 @@ def memory_table(runs: Iterable[PublishedRun]) -> Table:
     """Tabulate the published peak memory of a device and that of the busiest predicted rank."""
     lines = []
     for run in runs:
-        if run.memory_gib is None or run.irregular:
+        if run.memory_gib is None:
             continue
         ranks = memory_of_ranks(run.config)
         more = _stored_by_other_code(run)

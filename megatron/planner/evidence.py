@@ -1,7 +1,7 @@
 """Errors of predictions for published runs of other codes, by machine and kind of layout.
 
 `python benchmarks/published.py --update docs/measured/published.md` writes `evidence.toml` as well.
-Irregular runs are not counted (benchmarks/published_runs.py).
+Irregular runs and those with software before 2024 are not counted (benchmarks/published_runs.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,13 +77,13 @@ def evidence_words(cluster: Cluster, config: Config) -> str:
     of_kind = errors.get((cluster.name, kind))
     if of_machine is None:
         text = (
-            f"no published run on {cluster.name} was compared. On other machines predicted steps of "
-            f"{everywhere.runs} runs of other codes are off by {_words(everywhere)}"
+            f"no published run on {cluster.name} since 2024 was compared. On other machines predicted steps of "
+            f"{everywhere.runs} runs of other codes since 2024 are off by {_words(everywhere)}"
         )
     else:
         text = (
-            f"predicted steps of {of_machine.runs} published runs of other codes on {cluster.name} are off "
-            f"by {_words(of_machine)}"
+            f"predicted steps of {of_machine.runs} published runs of other codes since 2024 on "
+            f"{cluster.name} are off by {_words(of_machine)}"
         )
     if of_kind is not None:
         return f"{text}; layouts of this kind ({kind}) by {_words(of_kind)}"
@@ -115,11 +115,16 @@ def evidence() -> dict[tuple[str, str], Errors]:
     }
 
 
-def write_evidence(ratios: Mapping[tuple[str, str], Sequence[float]]) -> None:
-    """Write the file from ratios of predicted to published seconds, by (machine, kind)."""
+def write_evidence(
+    ratios: Mapping[tuple[str, str], Sequence[float]], alone: Collection[str] = ()
+) -> None:
+    """Write the file from ratios of predicted to published seconds, by (machine, kind).
+
+    alone  machines whose runs say nothing about other machines
+    """
     groups: dict[str, dict[str, list[float]]] = {}
     for (machine, kind), each in sorted(ratios.items()):
-        for row in (machine, _EVERY):
+        for row in (machine,) if machine in alone else (machine, _EVERY):
             for column in (kind, _EVERY):
                 groups.setdefault(row, {}).setdefault(column, []).extend(each)
     lines = ["# Written by benchmarks/published.py --update: runs; errors as shares; ratio."]

@@ -103,6 +103,10 @@ class Facts:
         """Raise ConfigError for a key that was never read, and for a value in place of a table."""
         for name, value in (self._tables if table is None else table).items():
             key = prefix + name
+            if "." in name:
+                parent, _, last = key.rpartition(".")
+                text = f"is one quoted name with dots: write [{parent}], and {last} below it"
+                raise self.error(key, text)
             if key in self._known:
                 continue
             if not any(known.startswith(f"{key}.") for known in self._known):

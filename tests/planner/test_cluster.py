@@ -205,6 +205,7 @@ ROWS = "[compute.products]\nfloat16 = {{ points = {}, basis = 'measured' }}"
             ["compute.kernel_s.range:", "2", "[0.9, 1.2]"],
         ),
         ("[compute]\nkernels_s = 5", ["compute.kernels_s:", "5", "kernel_s?"]),
+        ('"compute.kernel_s" = 5', ["compute.kernel_s:", "[compute]", "kernel_s below"]),
         (ROWS.format(5), ["compute.products.float16.points:", "5", "4 numbers", "TFLOP/s"]),
         (ROWS.format([]), ["compute.products.float16.points:", "4 numbers", "TFLOP/s"]),
         (ROWS.format([[8, 8, 8, "9"]]), ["float16.points[0][3]:", "'9'", "quotation"]),

@@ -105,7 +105,7 @@ def test_the_search_finds_what_estimating_everything_finds(gib, choices, monkeyp
 
 @pytest.mark.slow
 def test_a_search_tells_its_progress(monkeypatch):
-    """Of each activity a part is done that never becomes less, and ends as the whole."""
+    """The share done of each activity never falls, and ends at the whole."""
     monkeypatch.setattr(find, "ESTIMATED", 5)
     monkeypatch.setattr(find, "OF_EACH_VALUE", 2)
     shares = {}
