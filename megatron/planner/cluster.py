@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 from pydantic import Field, Strict
 
+from megatron.config.settings import did_you_mean
 from megatron.config.settings_file import written
 from megatron.errors import ConfigError
 from megatron.planner.compute import BASES, COLUMNS, Figure, columns_of, is_cost, is_rate
@@ -229,16 +230,16 @@ class Cluster:
         """
         where = self._queue("partition", self.partitions, partition)
         how = self._queue("qos", self.qos, qos)
-        most = max((limit.nodes_to for limit in self.wall_limits), default=self.nodes)
-        replaced = how.over_partition and how.max_nodes is not None
-        for text, allowed in (
-            (f"cluster {self.name}", min(most, self.nodes)),
-            (f"partition {where.name}", None if replaced else where.max_nodes),
-            (f"qos {how.name}", how.max_nodes),
-        ):
-            if allowed is not None and nodes > allowed:
+        for text, allowed in self._most_nodes(where, how):
+            if nodes > allowed:
+                others = [
+                    f"partition {partition.name} with qos {qos_of_it.name}"
+                    for partition, qos_of_it in itertools.product(self.partitions, self.qos)
+                    if all(nodes <= most for _, most in self._most_nodes(partition, qos_of_it))
+                ]
                 raise ConfigError(
-                    f"{nodes} nodes are more than the {allowed} that {text} allows: use fewer"
+                    f"{nodes} nodes are more than the {allowed} that {text} allows: "
+                    f"{', or '.join(['use fewer', *others])}"
                 )
         by_size = [
             limit.hours for limit in self.wall_limits if limit.nodes_from <= nodes <= limit.nodes_to
@@ -247,6 +248,17 @@ class Cluster:
         if how.over_partition and how.max_hours is not None:
             return how.max_hours
         return min(hours, how.max_hours or hours)
+
+    def _most_nodes(self, partition: Queue, qos: QualityOfService) -> list[tuple[str, int]]:
+        """List what limits the nodes of a job in a queue, each with the most nodes."""
+        most = max((limit.nodes_to for limit in self.wall_limits), default=self.nodes)
+        replaced = qos.over_partition and qos.max_nodes is not None
+        limits = (
+            (f"cluster {self.name}", min(most, self.nodes)),
+            (f"partition {partition.name}", None if replaced else partition.max_nodes),
+            (f"qos {qos.name}", qos.max_nodes),
+        )
+        return [(text, allowed) for text, allowed in limits if allowed is not None]
 
     def check_nodes(self, nodes: int) -> None:
         """Raise ConfigError if no partition with any qos allows a job of this many nodes."""
@@ -323,8 +335,9 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     if Path(text).is_file():
         return read_cluster(Path(text).resolve())
     raise ConfigError(
-        f"cluster '{text}' is neither a known machine ({', '.join(known_clusters())}) nor a file: "
-        f"copy {CLUSTERS / 'frontier.toml'} to describe another one"
+        f"cluster '{text}' is neither a known machine ({', '.join(known_clusters())}) nor a file"
+        f"{did_you_mean(text.lower(), known_clusters()) or '.'} "
+        f"To describe another one, copy {CLUSTERS / 'frontier.toml'}"
     )
 
 

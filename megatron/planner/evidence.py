@@ -16,10 +16,13 @@ from typing import NamedTuple
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.planner.cluster import Cluster
+from megatron.planner.trace import cached_sizes
 from megatron.untrusted import read_toml, write_text
 
 _FILE = Path(__file__).with_name("evidence.toml")
 _EVERY = "all"
+_SMALL = 1e9
+"""Parameters below which the host and the framework decide the time of a step."""
 
 
 class Errors(NamedTuple):
@@ -85,19 +88,21 @@ def evidence_words(cluster: Cluster, config: Config) -> str:
             f"predicted steps of {of_machine.runs} published runs of other codes since 2024 on "
             f"{cluster.name} are off by {_words(of_machine)}"
         )
+    if cached_sizes(config).parameters() < _SMALL:
+        text += "; models of less than a billion parameters, like this one, are predicted worse"
     if of_kind is not None:
-        return f"{text}; layouts of this kind ({kind}) by {_words(of_kind)}"
+        return f"{text}; {of_kind.runs} of this kind ({kind}) by {_words(of_kind)}"
     of_kind = errors.get((_EVERY, kind))
     if of_kind is None:
-        return f"{text}; none of these layouts is of this kind ({kind})"
+        return f"{text}; none of them is of this kind ({kind})"
     where = "" if of_machine is None else " on other machines"
-    return f"{text}; layouts of this kind ({kind}){where} by {_words(of_kind)}"
+    return f"{text}; {of_kind.runs} of this kind ({kind}){where} by {_words(of_kind)}"
 
 
 def _words(errors: Errors) -> str:
     way = f"too {'short' if errors.ratio < 1 else 'long'}: {errors.ratio:.2f} of the published"
     if errors.runs == 1:
-        return f"{errors.worst:.0%} ({way}; one run)"
+        return f"{errors.worst:.0%} ({way})"
     ninth = f", {errors.ninth:.0%} for nine of ten" if errors.runs >= 10 else ""
     if abs(errors.ratio - 1) < errors.median / 2:
         way = "either way"

@@ -71,7 +71,7 @@ def test_wall_limits(machine, nodes, partition, qos, hours):
         ("frontier", 9473, None, None, "9472"),
         ("frontier", 1, "gpu", None, "'gpu'.*batch, extended"),
         ("frontier", 1, None, "fast", "'fast'.*normal, debug"),
-        ("leonardo", 65, None, None, "65 .*64 .*boost_usr_prod"),
+        ("leonardo", 65, None, None, "65 .*64 .*boost_usr_prod.*boost_qos_bprod"),
         ("leonardo", 9, None, "boost_qos_lprod", "9 .*8 .*boost_qos_lprod"),
     ],
 )
