@@ -60,7 +60,8 @@ def main(argv: list[str] | None = None) -> int:
         if options.machine in (None, run.machine) and aside in (None, run.set_aside)
     ]
     if not chosen:
-        raise SystemExit("no such run is set aside: leave out --set-aside, or --machine")
+        fact = "none of these runs is" if options.set_aside else "all of these runs are"
+        raise SystemExit(f"published.py: error: {fact} set aside: use --all")
     tables = _of_runs(published.predicted_runs(chosen)) | (_of_dash() if options.effects else {})
     width = shutil.get_terminal_size().columns  # or 80, in a pipe or a file, too
     for number, table in enumerate(tables.values()):

@@ -52,7 +52,7 @@ def predicted_runs(runs: Sequence[PublishedRun], of_peaks: bool = False) -> list
     with ProcessPoolExecutor() as pool:
         chosen = (numbers[run.name] for run in runs)
         seconds = pool.map(_seconds, chosen, itertools.repeat(of_peaks), chunksize=8)
-        return [PredictedRun(run, of_run) for run, of_run in zip(runs, seconds, strict=False)]
+        return [PredictedRun(run, of_run) for run, of_run in zip(runs, seconds, strict=True)]
 
 
 def _seconds(number: int, of_peaks: bool) -> float:
@@ -195,7 +195,7 @@ def gain_table(runs: Sequence[PredictedRun]) -> Table:
         ("corrected by the first run of the model", corrected),
     )
     heads = ("predicted from", "runs", "median error", "nine of ten within", "worst")
-    lines = [(name, *Errors.of(one.ratio for one in each).cells) for name, each in rows]
+    lines = [(name, *Errors.of(one.ratio for one in each).cells) for name, each in rows if each]
     return Table("what measurements of one node add", heads, lines)
 
 
