@@ -22,6 +22,7 @@ from typing import Any
 from megatron.config import Config
 from megatron.config.command_line import parse_plan
 from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.evidence import CURRENT, SMALL
 from megatron.planner.trace import cached_sizes
 
 _ROWS = Path(__file__).with_name("published_rows")
@@ -42,9 +43,6 @@ KERNELS = {
 """Flags for kernels that are fused by apex and Megatron-LM; all fused, as with Transformer Engine;
 those of Megatron-LM's default with it; compiled by torch.compile; or torch's own."""
 
-
-CURRENT = "2024"
-"""First year of software that a prediction of today is compared with."""
 
 SHARED_CLOUDS = {"aws-p5"}
 """Machines whose bandwidth between nodes depends on other customers."""
@@ -130,7 +128,7 @@ class PublishedRun:
             return "a part of the layout is inferred"
         if self.config.model.num_experts:
             return "experts"
-        if cached_sizes(self.config).parameters() < 1e9:
+        if cached_sizes(self.config).parameters() < SMALL:
             return "less than a billion parameters"
         if self.machine in SHARED_CLOUDS:
             return "shared cloud"

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.published_runs import CURRENT, RUNS, PublishedRun
+from benchmarks.published_runs import RUNS, PublishedRun
 from megatron.config import Config, ParallelConfig
 from megatron.config.command_line import parse_plan
 from megatron.pipeline.schedule import moments_of_rank
 from megatron.planner.cluster import GIB, Cluster
 from megatron.planner.compute import is_rate
-from megatron.planner.evidence import Errors, kind_of_layout
+from megatron.planner.evidence import CURRENT, Errors, kind_of_layout
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.placement import with_dispatch
 from megatron.planner.stage import stages_on
@@ -36,11 +36,6 @@ class PredictedRun:
     def ratio(self) -> float:
         """Predicted over published seconds."""
         return self.seconds / self.run.seconds
-
-    @property
-    def error(self) -> float:
-        """Error of the predicted seconds, as a share of the published ones."""
-        return abs(self.ratio - 1)
 
 
 def predicted_runs(runs: Sequence[PublishedRun], of_peaks: bool = False) -> list[PredictedRun]:
@@ -104,14 +99,14 @@ def run_table(title: str, runs: Sequence[PredictedRun]) -> Table:
 
 def summary_table(title: str, runs: Sequence[PredictedRun], by: str) -> Table:
     """Summarize the errors of predictions by "machine", "kind" of layout, or "scope"."""
+    group_of: dict[str, Callable[[PublishedRun], str]] = {
+        "machine": lambda run: run.machine,
+        "kind": lambda run: kind_of_layout(run.config),
+        "scope": lambda run: run.outside or "within the scope",
+    }
     groups: dict[str, list[float]] = {}
     for one in runs:
-        of_run = {
-            "machine": one.run.machine,
-            "kind": kind_of_layout(one.run.config),
-            "scope": one.run.outside or "within the scope",
-        }
-        groups.setdefault(of_run[by], []).append(one.ratio)
+        groups.setdefault(group_of[by](one.run), []).append(one.ratio)
     lines = [(group, *Errors.of(ratios).cells) for group, ratios in sorted(groups.items())]
     every = ("all", *Errors.of(one.ratio for one in runs).cells)
     heads = (by, "runs", "median error", "nine of ten within", "worst")
@@ -210,11 +205,13 @@ def _of_peaks(cluster: Cluster) -> Cluster:
 
 
 def memory_table(runs: Iterable[PublishedRun]) -> Table:
-    """Tabulate the published peak memory of a device and that of the busiest predicted rank."""
+    """Tabulate the published peak memory of a device and that of the busiest predicted rank.
+
+    runs  runs whose memory is published
+    """
     lines = []
     for run in runs:
-        if run.memory_gib is None:
-            continue
+        assert run.memory_gib is not None
         ranks = memory_of_ranks(run.config)
         more = _stored_by_other_code(run)
         predicted = max(rank.total for rank in ranks) / GIB

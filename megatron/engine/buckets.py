@@ -161,7 +161,7 @@ def bucket_limit(config: Config, ranks: int) -> float:
     if ranks == 1 and not (has_16_bit_moments(config) or config.engine.cpu_offload):
         return math.inf
     engine = config.engine
-    return bucket_elements(engine.zero_reduce_bucket_size, ranks, engine.zero_stage)
+    return _bucket_elements(engine.zero_reduce_bucket_size, ranks, engine.zero_stage)
 
 
 def bucket_rule(config: Config, ranks: int) -> BucketRule:
@@ -177,7 +177,7 @@ def bucket_rule(config: Config, ranks: int) -> BucketRule:
     return BucketRule(limit, full_parameters, mup_scales(config), decouples, key)
 
 
-def bucket_elements(most: int, ranks: int, zero_stage: int = 0) -> int:
+def _bucket_elements(most: int, ranks: int, zero_stage: int) -> int:
     """Return the size, in elements, of buckets over `ranks` data-parallel ranks.
 
     It is a million per rank, so that each rank's message is worth its latency (4 MB in fp32) and a

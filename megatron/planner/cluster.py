@@ -232,14 +232,10 @@ class Cluster:
         how = self._queue("qos", self.qos, qos)
         for text, allowed in self._most_nodes(where, how):
             if nodes > allowed:
-                others = [
-                    f"partition {partition.name} with qos {qos_of_it.name}"
-                    for partition, qos_of_it in itertools.product(self.partitions, self.qos)
-                    if all(nodes <= most for _, most in self._most_nodes(partition, qos_of_it))
-                ]
+                choices = ["use fewer", *self._queues_for(nodes)]
                 raise ConfigError(
                     f"{nodes} nodes are more than the {allowed} that {text} allows: "
-                    f"{', or '.join(['use fewer', *others])}"
+                    f"{', or '.join(choices)}"
                 )
         by_size = [
             limit.hours for limit in self.wall_limits if limit.nodes_from <= nodes <= limit.nodes_to
@@ -260,17 +256,18 @@ class Cluster:
         )
         return [(text, allowed) for text, allowed in limits if allowed is not None]
 
+    def _queues_for(self, nodes: int) -> list[str]:
+        """List the partitions, each with a qos, that allow a job of this many nodes."""
+        return [
+            f"partition {partition.name} with qos {qos.name}"
+            for partition, qos in itertools.product(self.partitions, self.qos)
+            if all(nodes <= most for _, most in self._most_nodes(partition, qos))
+        ]
+
     def check_nodes(self, nodes: int) -> None:
         """Raise ConfigError if no partition with any qos allows a job of this many nodes."""
-        problems = list[ConfigError]()
-        for partition, qos in itertools.product(self.partitions, self.qos):
-            try:
-                self.wall_limit_hours(nodes, partition.name, qos.name)
-            except ConfigError as problem:
-                problems.append(problem)
-            else:
-                return
-        raise problems[0]
+        if not self._queues_for(nodes):
+            self.wall_limit_hours(nodes)  # whose error names the limit of the defaults
 
     def _queue(self, kind: str, known: tuple[Q, ...], name: str | None) -> Q:
         for queue in known:

@@ -1,7 +1,7 @@
 """Errors of predictions for published runs of other codes, by machine and kind of layout.
 
 `python benchmarks/published.py --update docs/measured/published.md` writes `evidence.toml` as well.
-Irregular runs and those with software before 2024 are not counted (benchmarks/published_runs.py).
+Irregular runs and those with software before CURRENT are not counted (benchmarks/published_runs.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from megatron.untrusted import read_toml, write_text
 
 _FILE = Path(__file__).with_name("evidence.toml")
 _EVERY = "all"
-_SMALL = 1e9
+
+SMALL = 1e9
 """Parameters below which the host and the framework decide the time of a step."""
+
+CURRENT = "2024"
+"""First year of software that a prediction of today is compared with."""
 
 
 class Errors(NamedTuple):
@@ -80,15 +84,16 @@ def evidence_words(cluster: Cluster, config: Config) -> str:
     of_kind = errors.get((cluster.name, kind))
     if of_machine is None:
         text = (
-            f"no published run on {cluster.name} since 2024 was compared. On other machines predicted steps of "
-            f"{everywhere.runs} runs of other codes since 2024 are off by {_words(everywhere)}"
+            f"no published run on {cluster.name} since {CURRENT} was compared. On other machines "
+            f"predicted steps of {everywhere.runs} runs of other codes since {CURRENT} are off by "
+            f"{_words(everywhere)}"
         )
     else:
         text = (
-            f"predicted steps of {of_machine.runs} published runs of other codes since 2024 on "
+            f"predicted steps of {of_machine.runs} published runs of other codes since {CURRENT} on "
             f"{cluster.name} are off by {_words(of_machine)}"
         )
-    if cached_sizes(config).parameters() < _SMALL:
+    if cached_sizes(config).parameters() < SMALL:
         text += "; models of less than a billion parameters, like this one, are predicted worse"
     if of_kind is not None:
         return f"{text}; {of_kind.runs} of this kind ({kind}) by {_words(of_kind)}"

@@ -8,14 +8,14 @@ import pytest
 
 from benchmarks import published_dash as dash
 from benchmarks import published_tables as table
-from benchmarks.published_runs import CURRENT, RUNS, SHARED_CLOUDS, PublishedRun
+from benchmarks.published_runs import RUNS, SHARED_CLOUDS, PublishedRun
 from megatron.config.command_line import parse_plan
 from megatron.pipeline.orders import Op
 from megatron.pipeline.schedule import build_schedule
 from megatron.planner.cluster import CLUSTERS, load_cluster
 from megatron.planner.compute import ASSUMED, Figure
 from megatron.planner.error_bars import LINKS, spread
-from megatron.planner.evidence import Errors, evidence, evidence_words
+from megatron.planner.evidence import CURRENT, Errors, evidence, evidence_words
 from megatron.planner.published import MODELS
 from megatron.planner.trace import cached_sizes
 from tests.helpers.replay import simulate

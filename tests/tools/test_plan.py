@@ -329,7 +329,7 @@ def test_a_part_of_a_node_gets_a_command_that_runs(capsys, tmp_path):
     ],
 )
 def test_a_command_for_several_nodes_starts_there(capsys, tmp_path, launcher, variables, start):
-    """With Slurm, or on each node without; ranks are placed as on the file's machine."""
+    """Starts by Slurm, or on each node without; ranks are placed as on the file's machine."""
     machine = tmp_path / "mine.toml"
     machine.write_text('include = ["clusters/dgx-h100"]\nname = "mine"\n')
     words = f"--cluster {machine} --nodes 2 --global-batch 16 --output {tmp_path} --layout {LAYOUT}"
